@@ -1,0 +1,134 @@
+//! Small pieces that the ops share; all are inlined so that each backend compiles its own.
+
+/// Lanes that sums are spread over: two AVX2 registers, one AVX-512 register.
+const LANES: usize = 16;
+
+/// Adds the lanes as a tree, always in the same order.
+#[inline(always)]
+fn reduce(mut lanes: [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `sum_i a[i] * b[i]`.
+#[inline(always)]
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    debug_assert_eq!(a.len(), b.len());
+    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let mut lanes = [0.0; LANES];
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..LANES {
+            lanes[i] += a[i] * b[i];
+        }
+    }
+    for (i, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
+        lanes[i] += a * b;
+    }
+    reduce(lanes)
+}
+
+/// `sum_i x[i]`.
+#[inline(always)]
+pub(crate) fn sum(x: &[f32]) -> f32 {
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for x in chunks {
+        for i in 0..LANES {
+            lanes[i] += x[i];
+        }
+    }
+    for (i, x) in tail.iter().enumerate() {
+        lanes[i] += x;
+    }
+    reduce(lanes)
+}
+
+/// The largest element; negative infinity of nothing.
+#[inline(always)]
+pub(crate) fn max(x: &[f32]) -> f32 {
+    let (chunks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for x in chunks {
+        for i in 0..LANES {
+            lanes[i] = if x[i] > lanes[i] { x[i] } else { lanes[i] };
+        }
+    }
+    for (i, &x) in tail.iter().enumerate() {
+        lanes[i] = if x > lanes[i] { x } else { lanes[i] };
+    }
+    lanes.iter().fold(f32::NEG_INFINITY, |a, &x| if x > a { x } else { a })
+}
+
+/// `y[i] += a * x[i]`.
+#[inline(always)]
+pub(crate) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += a * x;
+    }
+}
+
+/// `e^x` within 2 units in the last place, without branches so that loops over it vectorise.
+///
+/// `x = n ln 2 + f` with |f| <= ln 2 / 2, and `e^f` by its Taylor polynomial of degree 7. Below -87.3 the result is
+/// held at the smallest normal number's neighbourhood and then set to 0; above 88.7 it is infinity.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    const LN2_HIGH: f32 = 0.693_359_4; // 9 bits, so that n * LN2_HIGH is exact
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    let clamped = x.clamp(-87.0, 88.0);
+    let n = (clamped * std::f32::consts::LOG2_E + 0.5).floor();
+    let f = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    let mut p = 1.0 / 5040.0;
+    p = p * f + 1.0 / 720.0;
+    p = p * f + 1.0 / 120.0;
+    p = p * f + 1.0 / 24.0;
+    p = p * f + 1.0 / 6.0;
+    p = p * f + 0.5;
+    p = p * f + 1.0;
+    p = p * f + 1.0;
+    let power = f32::from_bits(((n as i32 + 127) << 23) as u32);
+    let y = p * power;
+    let y = if x < -87.0 { 0.0 } else { y };
+    if x > 88.0 { f32::INFINITY } else { y }
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_ulp() {
+        for i in -870_000..=880_000 {
+            let x = i as f32 * 1e-4;
+            let want = f64::from(x).exp();
+            let got = f64::from(exp(x));
+            assert!((got - want).abs() <= want * 2.4e-7, "exp({x}) = {got}, want {want}");
+        }
+        assert_eq!(exp(-100.0), 0.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(100.0), f32::INFINITY);
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn sums_of_any_length_are_right() {
+        for n in 0..70usize {
+            let x: Vec<f32> = (0..n).map(|i| i as f32).collect();
+            assert_eq!(sum(&x), (n * n.saturating_sub(1) / 2) as f32);
+            assert_eq!(dot(&x, &vec![2.0; n]), (n * n.saturating_sub(1)) as f32);
+            assert_eq!(max(&x), if n == 0 { f32::NEG_INFINITY } else { (n - 1) as f32 });
+        }
+    }
+}

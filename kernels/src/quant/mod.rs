@@ -1,0 +1,53 @@
+//! MXFP4: e2m1 codes with one power-of-two scale per 32 columns (v4/SPEC 9.2; OCP Microscaling formats).
+//! Shapes: R rows, C columns; codes `[R, C/2]` bytes, scales `[R, C/32]` e8m0 bytes.
+
+mod scalar;
+
+/// Columns that share a scale.
+pub const MXFP4_BLOCK: usize = 32;
+
+/// The values of the sixteen e2m1 codes.
+pub const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// A matrix in MXFP4.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mxfp4 {
+    /// Two codes a byte; the low nibble is the even column.
+    pub codes: Vec<u8>,
+    /// One e8m0 byte (2^(b - 127)) per [`MXFP4_BLOCK`] columns.
+    pub scales: Vec<u8>,
+}
+
+/// Quantises a row-major matrix whose rows are whole blocks.
+///
+/// The scale is `2^ceil(log2(amax / 6))` with amax at least `6 * 2^-126`, so nothing saturates (the release's rule,
+/// not OCP's); codes round to nearest, ties to even.
+///
+/// # Panics
+/// When the values are not whole blocks, or one of them is not finite.
+pub fn quantize_mxfp4(values: &[f32]) -> Mxfp4 {
+    assert!(values.len().is_multiple_of(MXFP4_BLOCK), "{} values are not whole blocks of {MXFP4_BLOCK}", values.len());
+    let mut out = Mxfp4 { codes: vec![0; values.len() / 2], scales: vec![0; values.len() / MXFP4_BLOCK] };
+    scalar::quantize(values, &mut out.codes, &mut out.scales);
+    out
+}
+
+/// The values that the codes stand for.
+///
+/// # Panics
+/// When codes and scales do not belong together.
+pub fn dequantize_mxfp4(m: &Mxfp4) -> Vec<f32> {
+    assert_eq!(m.codes.len(), m.scales.len() * MXFP4_BLOCK / 2, "codes and scales do not belong together");
+    let mut out = vec![0.0; m.codes.len() * 2];
+    scalar::dequantize(&m.codes, &m.scales, &mut out);
+    out
+}
+
+/// The value of an e8m0 byte, `2^(byte - 127)`; 255 is NaN.
+pub fn e8m0_value(byte: u8) -> f32 {
+    match byte {
+        0 => f32::from_bits(1 << 22), // 2^-127 is subnormal
+        255 => f32::NAN,
+        b => f32::from_bits(u32::from(b) << 23),
+    }
+}

@@ -1,0 +1,57 @@
+//! The reference: readable beside v4/SPEC 9.2.
+
+use super::{E2M1, MXFP4_BLOCK, e8m0_value};
+
+pub(super) fn quantize(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    let blocks = values.chunks_exact(MXFP4_BLOCK).zip(codes.chunks_exact_mut(MXFP4_BLOCK / 2)).zip(scales);
+    for ((block, codes), scale) in blocks {
+        let amax = block.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+        assert!(block.iter().all(|v| v.is_finite()), "a block holds a value that is not finite");
+        *scale = scale_byte(amax.max(6.0 * f32::MIN_POSITIVE));
+        let inverse = 1.0 / e8m0_value(*scale); // a power of two: the product is exact
+        for (pair, byte) in block.as_chunks::<2>().0.iter().zip(codes) {
+            *byte = code(pair[0] * inverse) | code(pair[1] * inverse) << 4;
+        }
+    }
+}
+
+/// `2^ceil(log2(amax / 6))` as an e8m0 byte, from the bits of the f32 product (the release's arithmetic).
+fn scale_byte(amax: f32) -> u8 {
+    let bits = (amax * (1.0f32 / 6.0)).to_bits();
+    let exponent = (bits >> 23) & 0xff;
+    (exponent + u32::from(bits & 0x7f_ffff != 0)) as u8
+}
+
+/// The e2m1 code nearest to `x`, ties to the even code; values beyond 6 saturate.
+fn code(x: f32) -> u8 {
+    let a = x.abs();
+    // Borders between neighbours; a tie goes to the neighbour whose mantissa bit is 0.
+    let magnitude = if a <= 0.25 {
+        0
+    } else if a < 0.75 {
+        1
+    } else if a <= 1.25 {
+        2
+    } else if a < 1.75 {
+        3
+    } else if a <= 2.5 {
+        4
+    } else if a < 3.5 {
+        5
+    } else if a <= 5.0 {
+        6
+    } else {
+        7
+    };
+    magnitude | u8::from(x.is_sign_negative()) << 3
+}
+
+pub(super) fn dequantize(codes: &[u8], scales: &[u8], out: &mut [f32]) {
+    let blocks = codes.chunks_exact(MXFP4_BLOCK / 2).zip(out.chunks_exact_mut(MXFP4_BLOCK)).zip(scales);
+    for ((codes, out), &scale) in blocks {
+        let scale = e8m0_value(scale);
+        for (&byte, pair) in codes.iter().zip(out.as_chunks_mut::<2>().0) {
+            *pair = [E2M1[usize::from(byte & 15)] * scale, E2M1[usize::from(byte >> 4)] * scale];
+        }
+    }
+}
