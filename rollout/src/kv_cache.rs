@@ -1,0 +1,155 @@
+//! What a sequence keeps between steps (v4/SPEC section 6): per layer the window's keys, the compressed entries, and
+//! the open block of each compressor. One coherent value: cloning it forks the sequence at its last token.
+//! Shapes: c head width, e index width, w window, m tokens per block.
+
+use kernels::compressor::pool;
+
+use crate::model::{CSA_RATIO, LayerKind, ModelConfig};
+
+/// The state of one sequence after `len` tokens.
+#[derive(Clone, Debug)]
+pub struct KvCache {
+    /// Tokens that went through the model.
+    pub len: usize,
+    pub(crate) layers: Vec<LayerCache>,
+}
+
+/// One layer's part.
+#[derive(Clone, Debug)]
+pub(crate) struct LayerCache {
+    pub(crate) window: WindowCache,
+    pub(crate) compressor: Option<CompressorCache>,
+    pub(crate) indexer: Option<CompressorCache>,
+}
+
+/// The rotated keys of the last tokens, `[_, c]`; older ones are dropped now and then, not at every token.
+#[derive(Clone, Debug)]
+pub(crate) struct WindowCache {
+    width: usize,
+    window: usize,
+    first: usize,
+    rows: Vec<f32>,
+}
+
+/// A compressor's finished entries and its open block.
+#[derive(Clone, Debug)]
+pub(crate) struct CompressorCache {
+    width: usize,
+    ratio: usize,
+    overlaps: bool,
+    /// Finished entries, `[B, width]`, normalised and rotated.
+    pub(crate) entries: Vec<f32>,
+    /// Rows of the open block, `[_, series * width]`: values, and gates with their position bias.
+    pending: Rows,
+    /// The first halves of the previous block's rows, `[m, width]` (overlapping compressors).
+    previous: Rows,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Rows {
+    kv: Vec<f32>,
+    gate: Vec<f32>,
+}
+
+impl KvCache {
+    /// An empty sequence.
+    pub fn new(config: &ModelConfig) -> Self {
+        let layers = (0..config.num_hidden_layers).map(|i| {
+            let kind = config.layer_kind(i);
+            let compressor = |width, ratio| CompressorCache {
+                width,
+                ratio,
+                overlaps: kind == LayerKind::Csa,
+                entries: Vec::new(),
+                pending: Rows::default(),
+                previous: Rows::default(),
+            };
+            LayerCache {
+                window: WindowCache {
+                    width: config.head_dim,
+                    window: config.sliding_window,
+                    first: 0,
+                    rows: Vec::new(),
+                },
+                compressor: kind.ratio().map(|m| compressor(config.head_dim, m)),
+                indexer: (kind == LayerKind::Csa).then(|| compressor(config.index_head_dim, CSA_RATIO)),
+            }
+        });
+        Self { len: 0, layers: layers.collect() }
+    }
+
+    /// Bytes that a sequence of `len` tokens keeps at most.
+    pub fn num_bytes_at(config: &ModelConfig, len: usize) -> usize {
+        let layer = |i: usize| {
+            let kind = config.layer_kind(i);
+            let (c, e) = (config.head_dim, config.index_head_dim);
+            let window = len.min(2 * config.sliding_window) * c;
+            let compressed = |width: usize, m: usize, series: usize| len / m * width + 2 * 2 * m * series * width;
+            window
+                + match kind {
+                    LayerKind::Window => 0,
+                    LayerKind::Csa => compressed(c, CSA_RATIO, 2) + compressed(e, CSA_RATIO, 2),
+                    LayerKind::Hca { ratio } => compressed(c, ratio, 1),
+                }
+        };
+        4 * (0..config.num_hidden_layers).map(layer).sum::<usize>()
+    }
+}
+
+impl WindowCache {
+    /// Forgets what no later query sees. Called between steps, so that a chunk's own queries find all they need.
+    pub(crate) fn trim(&mut self) {
+        let rows = self.rows.len() / self.width;
+        if rows >= 2 * self.window {
+            let drop = rows - (self.window - 1);
+            self.rows.drain(..drop * self.width);
+            self.first += drop;
+        }
+    }
+
+    pub(crate) fn push(&mut self, kv: &[f32]) {
+        self.rows.extend_from_slice(kv);
+    }
+
+    /// The keys that the query at `position` sees, its own included: `[min(w, position + 1), c]`.
+    pub(crate) fn visible(&self, position: usize) -> &[f32] {
+        let from = (position + 1).saturating_sub(self.window);
+        &self.rows[(from - self.first) * self.width..(position + 1 - self.first) * self.width]
+    }
+}
+
+impl CompressorCache {
+    /// Takes the next token's row; at the end of a block returns its number and its pooled entry, which the caller
+    /// finishes (norm, rotation) in place.
+    pub(crate) fn push(&mut self, kv: &[f32], gate: &[f32]) -> Option<(usize, &mut [f32])> {
+        let row = kv.len();
+        self.pending.kv.extend_from_slice(kv);
+        self.pending.gate.extend_from_slice(gate);
+        if self.pending.kv.len() < self.ratio * row {
+            return None;
+        }
+        let width = self.width;
+        let block = self.entries.len() / width;
+        // The current block's series is the second half of a row where blocks overlap, the whole row else.
+        let own = row - width;
+        let mut candidates: Vec<(&[f32], &[f32])> = Vec::with_capacity(2 * self.ratio);
+        candidates.extend(self.previous.kv.chunks_exact(width).zip(self.previous.gate.chunks_exact(width)));
+        let rows = self.pending.kv.chunks_exact(row).zip(self.pending.gate.chunks_exact(row));
+        candidates.extend(rows.map(|(kv, gate)| (&kv[own..], &gate[own..])));
+        self.entries.resize((block + 1) * width, 0.0);
+        let entry = &mut self.entries[block * width..];
+        pool(&candidates, entry);
+        if self.overlaps {
+            let first_halves = |rows: &[f32]| rows.chunks_exact(row).flat_map(|r| r[..width].to_vec()).collect();
+            self.previous = Rows { kv: first_halves(&self.pending.kv), gate: first_halves(&self.pending.gate) };
+        }
+        self.pending.kv.clear();
+        self.pending.gate.clear();
+        Some((block, entry))
+    }
+
+    /// Blocks that the query at `position` may see: those whose last token is no later than itself.
+    pub(crate) fn num_visible(&self, position: usize) -> usize {
+        (position + 1) / self.ratio
+    }
+}

@@ -1,0 +1,9 @@
+//! Prompts in, groups of rollouts with logprobs out: the inference engine for models of the DeepSeek-V4 family.
+//! Gets weights from [`model::WeightUpdate`] and nowhere else, and knows neither tch nor rewards.
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod kv_cache;
+pub mod model;
+pub mod sampler;
+pub mod tokenizer;

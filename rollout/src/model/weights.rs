@@ -1,0 +1,324 @@
+//! The engine's weights: packed for the kernels, one version at a time, each verified by checksum before it is used.
+
+use std::collections::HashMap;
+
+use kernels::linear::Linear;
+use kernels::quant::{Mxfp4, quantize_mxfp4};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{HostTensor, LayerKind, ModelConfig, TensorData, Weights};
+
+/// New weights for the engine, as the trainer publishes them.
+#[derive(Clone, Debug)]
+pub struct WeightUpdate {
+    /// Counts up; every token carries the version that made it.
+    pub version: u64,
+    /// All parameters and buffers in the engine's format (see [`to_engine_format`]).
+    pub weights: Weights,
+    /// [`checksum`] of `weights`, made by the sender.
+    pub checksum: u64,
+}
+
+/// Why new weights were refused; the engine then still serves the old ones.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightUpdateError {
+    /// The engine holds something else than was sent.
+    #[error(
+        "weights of version {version} arrived with checksum {found:016x}, the sender made {expected:016x}; \
+         the engine keeps version {current}: publish again"
+    )]
+    Checksum {
+        /// The version that was to be loaded.
+        version: u64,
+        /// What the engine computed.
+        found: u64,
+        /// What the sender said.
+        expected: u64,
+        /// What the engine serves.
+        current: u64,
+    },
+    /// The version does not count up.
+    #[error(
+        "weights of version {version} arrived, but the engine already serves version {current}; versions must count up"
+    )]
+    Stale {
+        /// The version that arrived.
+        version: u64,
+        /// What the engine serves.
+        current: u64,
+    },
+}
+
+/// The checksum over names, shapes and bytes of all tensors, in name order (xxh3, 64 bits).
+pub fn checksum(weights: &Weights) -> u64 {
+    let mut hash = Xxh3::new();
+    for (name, tensor) in weights {
+        hash.update(name.as_bytes());
+        for dim in &tensor.shape {
+            hash.update(&(*dim as u64).to_le_bytes());
+        }
+        hash.update(&tensor.bytes());
+    }
+    hash.digest()
+}
+
+/// Turns masters into what the engine computes on: MXFP4 codes for the routed experts where the model says so.
+///
+/// This is the one place where weights are quantised for rollouts.
+pub fn to_engine_format(config: &ModelConfig, mut weights: Weights) -> Weights {
+    if config.experts_are_fp4() {
+        for (name, tensor) in &mut weights {
+            if let (true, TensorData::F32(values)) = (is_routed_expert(name), &tensor.data) {
+                let Mxfp4 { codes, scales } = quantize_mxfp4(values);
+                tensor.data = TensorData::Mxfp4 { codes, scales };
+            }
+        }
+    }
+    weights
+}
+
+/// Whether a parameter is a matrix of a routed expert: what MXFP4 is for.
+pub fn is_routed_expert(name: &str) -> bool {
+    name.contains(".ffn.experts.")
+}
+
+/// Index of a matrix in [`Model::matrices`].
+type MatrixId = usize;
+/// Index of a vector in [`Model::vectors`].
+type VectorId = usize;
+
+/// A weight matrix: packed parts that stand one below the other (one, or one per output group).
+#[derive(Debug)]
+struct Matrix {
+    name: String,
+    shape: Vec<usize>,
+    parts: Vec<Linear>,
+}
+
+/// A model ready to run: config, packed weights, and where each layer finds its own.
+#[derive(Debug)]
+pub struct Model {
+    pub(super) config: ModelConfig,
+    version: u64,
+    matrices: Vec<Matrix>,
+    vectors: Vec<(String, HostTensor)>,
+    hash_tables: Vec<(String, HostTensor)>,
+    pub(super) embed: VectorId,
+    pub(super) layers: Vec<Layer>,
+    pub(super) head_gate: MatrixId,
+    pub(super) head_base: VectorId,
+    pub(super) head_scale: VectorId,
+    pub(super) norm: VectorId,
+    pub(super) head: MatrixId,
+}
+
+#[derive(Debug)]
+pub(super) struct HyperConnection {
+    pub(super) gate: MatrixId,
+    pub(super) base: VectorId,
+    pub(super) scale: VectorId,
+}
+
+#[derive(Debug)]
+pub(super) struct Compressor {
+    pub(super) wkv: MatrixId,
+    pub(super) wgate: MatrixId,
+    pub(super) ape: VectorId,
+    pub(super) norm: VectorId,
+}
+
+#[derive(Debug)]
+pub(super) struct Indexer {
+    pub(super) compressor: Compressor,
+    pub(super) wq_b: MatrixId,
+    pub(super) weights_proj: MatrixId,
+}
+
+#[derive(Debug)]
+pub(super) struct Expert {
+    pub(super) w1: MatrixId,
+    pub(super) w2: MatrixId,
+    pub(super) w3: MatrixId,
+}
+
+#[derive(Debug)]
+pub(super) struct Layer {
+    pub(super) kind: LayerKind,
+    pub(super) hc_attn: HyperConnection,
+    pub(super) attn_norm: VectorId,
+    pub(super) wq_a: MatrixId,
+    pub(super) q_norm: VectorId,
+    pub(super) wq_b: MatrixId,
+    pub(super) wkv: MatrixId,
+    pub(super) kv_norm: VectorId,
+    pub(super) sink: VectorId,
+    pub(super) wo_a: MatrixId,
+    pub(super) wo_b: MatrixId,
+    pub(super) compressor: Option<Compressor>,
+    pub(super) indexer: Option<Indexer>,
+    pub(super) hc_ffn: HyperConnection,
+    pub(super) ffn_norm: VectorId,
+    pub(super) gate: MatrixId,
+    /// Selection bias of a score-routed layer.
+    pub(super) gate_bias: Option<VectorId>,
+    pub(super) experts: Vec<Expert>,
+    pub(super) shared: Expert,
+}
+
+impl Model {
+    /// Packs `weights` (already in the engine's format) for the kernels.
+    ///
+    /// # Panics
+    /// When a tensor that the configuration names is not there: readers and the trainer see to that.
+    pub fn new(config: &ModelConfig, version: u64, weights: &Weights) -> Self {
+        let mut matrices = Vec::new();
+        let mut vectors = Vec::new();
+        let mut ids = HashMap::new();
+        for (name, shape) in config.parameters() {
+            let tensor = weights.get(&name).unwrap_or_else(|| panic!("tensor `{name}` is missing"));
+            assert_eq!(tensor.shape, shape, "shape of tensor `{name}`");
+            let is_table = shape.len() == 1 || name.ends_with(".ape") || name == "embed.weight";
+            if is_table {
+                ids.insert(name.clone(), vectors.len());
+                vectors.push((name, tensor.clone()));
+            } else {
+                ids.insert(name.clone(), matrices.len());
+                let groups = if name.ends_with(".wo_a.weight") { config.o_groups } else { 1 };
+                matrices.push(pack(name, tensor, groups));
+            }
+        }
+        let hash_tables = config.hash_tables().into_iter().map(|name| {
+            let table = weights.get(&name).unwrap_or_else(|| panic!("hash table `{name}` is missing")).clone();
+            (name, table)
+        });
+        let hash_tables = hash_tables.collect();
+        let id = |name: &str| *ids.get(name).unwrap_or_else(|| panic!("`{name}` is not a parameter of this model"));
+        let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &id)).collect();
+        Self {
+            config: config.clone(),
+            version,
+            matrices,
+            vectors,
+            hash_tables,
+            embed: id("embed.weight"),
+            layers,
+            head_gate: id("hc_head_fn"),
+            head_base: id("hc_head_base"),
+            head_scale: id("hc_head_scale"),
+            norm: id("norm.weight"),
+            head: id("head.weight"),
+        }
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The version of its weights.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Bytes of the packed weights.
+    pub fn num_bytes(&self) -> usize {
+        let matrices: usize = self.matrices.iter().flat_map(|m| &m.parts).map(Linear::num_bytes).sum();
+        let tensors = self.vectors.iter().chain(&self.hash_tables);
+        matrices + tensors.map(|(_, t)| t.bytes().len()).sum::<usize>()
+    }
+
+    /// Everything the kernels compute on, unpacked again: what the checksum after an update is made over.
+    pub fn export(&self) -> Weights {
+        let matrices = self.matrices.iter().map(|m| (m.name.clone(), unpack(m)));
+        matrices.chain(self.vectors.iter().cloned()).chain(self.hash_tables.iter().cloned()).collect()
+    }
+
+    pub(super) fn matrix(&self, id: MatrixId) -> &Linear {
+        &self.matrices[id].parts[0]
+    }
+
+    pub(super) fn matrix_groups(&self, id: MatrixId) -> &[Linear] {
+        &self.matrices[id].parts
+    }
+
+    pub(super) fn vector(&self, id: VectorId) -> &[f32] {
+        self.vectors[id].1.as_f32()
+    }
+
+    /// The experts of `token` in hash layer `layer`.
+    pub(super) fn hash_experts(&self, layer: usize, token: u32) -> &[i64] {
+        let k = self.config.num_experts_per_tok;
+        let TensorData::I64(table) = &self.hash_tables[layer].1.data else { panic!("a hash table holds integers") };
+        &table[token as usize * k..][..k]
+    }
+}
+
+fn pack(name: String, tensor: &HostTensor, groups: usize) -> Matrix {
+    let (rows, columns) = (tensor.shape[0] / groups, tensor.shape[1]);
+    let parts = match &tensor.data {
+        TensorData::F32(values) => {
+            values.chunks_exact(rows * columns).map(|part| Linear::from_f32(rows, columns, part)).collect()
+        }
+        TensorData::Mxfp4 { codes, scales } => {
+            assert_eq!(groups, 1, "tensor `{name}`: only experts are MXFP4");
+            let m = Mxfp4 { codes: codes.clone(), scales: scales.clone() };
+            vec![Linear::from_mxfp4(rows, columns, &m)]
+        }
+        TensorData::I64(_) => panic!("tensor `{name}` holds integers"),
+    };
+    Matrix { name, shape: tensor.shape.clone(), parts }
+}
+
+fn unpack(matrix: &Matrix) -> HostTensor {
+    let data = match matrix.parts[0].to_mxfp4() {
+        Some(Mxfp4 { codes, scales }) => TensorData::Mxfp4 { codes, scales },
+        None => TensorData::F32(matrix.parts.iter().filter_map(Linear::to_f32).flatten().collect()),
+    };
+    HostTensor { shape: matrix.shape.clone(), data }
+}
+
+fn layer(config: &ModelConfig, i: usize, id: &dyn Fn(&str) -> usize) -> Layer {
+    let of = |name: &str| id(&format!("layers.{i}.{name}"));
+    let hyper = |part: &str| HyperConnection {
+        gate: of(&format!("hc_{part}_fn")),
+        base: of(&format!("hc_{part}_base")),
+        scale: of(&format!("hc_{part}_scale")),
+    };
+    let compressor = |prefix: &str| Compressor {
+        wkv: of(&format!("{prefix}compressor.wkv.weight")),
+        wgate: of(&format!("{prefix}compressor.wgate.weight")),
+        ape: of(&format!("{prefix}compressor.ape")),
+        norm: of(&format!("{prefix}compressor.norm.weight")),
+    };
+    let expert = |prefix: &str| Expert {
+        w1: of(&format!("ffn.{prefix}.w1.weight")),
+        w2: of(&format!("ffn.{prefix}.w2.weight")),
+        w3: of(&format!("ffn.{prefix}.w3.weight")),
+    };
+    let kind = config.layer_kind(i);
+    Layer {
+        kind,
+        hc_attn: hyper("attn"),
+        attn_norm: of("attn_norm.weight"),
+        wq_a: of("attn.wq_a.weight"),
+        q_norm: of("attn.q_norm.weight"),
+        wq_b: of("attn.wq_b.weight"),
+        wkv: of("attn.wkv.weight"),
+        kv_norm: of("attn.kv_norm.weight"),
+        sink: of("attn.attn_sink"),
+        wo_a: of("attn.wo_a.weight"),
+        wo_b: of("attn.wo_b.weight"),
+        compressor: kind.ratio().map(|_| compressor("attn.")),
+        indexer: (kind == LayerKind::Csa).then(|| Indexer {
+            compressor: compressor("attn.indexer."),
+            wq_b: of("attn.indexer.wq_b.weight"),
+            weights_proj: of("attn.indexer.weights_proj.weight"),
+        }),
+        hc_ffn: hyper("ffn"),
+        ffn_norm: of("ffn_norm.weight"),
+        gate: of("ffn.gate.weight"),
+        gate_bias: (!config.is_hash_layer(i)).then(|| of("ffn.gate.bias")),
+        experts: (0..config.n_routed_experts).map(|e| expert(&format!("experts.{e}"))).collect(),
+        shared: expert("shared_experts"),
+    }
+}
