@@ -1,0 +1,9 @@
+//! Tests across crates: golden cases of the model in both forwards, recipes end to end, what a person sees.
+
+mod golden;
+mod formats_golden;
+mod engine_golden;
+mod engine;
+mod program;
+mod bad_input;
+mod recipes;
