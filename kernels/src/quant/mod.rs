@@ -1,7 +1,10 @@
-//! MXFP4: e2m1 codes with one power-of-two scale per 32 columns (v4/SPEC 9.2; OCP Microscaling formats).
+//! MXFP4: e2m1 codes with one power-of-two scale per 32 columns (v4/SPEC 9.2; OCP Microscaling formats); FP8 beside it.
 //! Shapes: R rows, C columns; codes `[R, C/2]` bytes, scales `[R, C/32]` e8m0 bytes.
 
+mod fp8;
 mod scalar;
+
+pub use fp8::{FP8_TILE, Fp8, dequantize_fp8, e4m3_code, e4m3_value, mxfp4_to_fp8, num_tiles, quantize_fp8};
 
 /// Columns that share a scale.
 pub const MXFP4_BLOCK: usize = 32;
