@@ -193,7 +193,7 @@ fn a_model_that_is_not_there() {
     let model = ModelCopy::new();
     std::fs::remove_file(model.dir().join("model.safetensors")).expect("removes");
     assert_snapshot!(model.refused(), @"
-    error: `model.path`: cannot read home/model/model.safetensors (a model's folder holds config.json, model.safetensors and tokenizer.json): No such file or directory (os error 2)
+    error: `model.path`: cannot read home/model/model.safetensors (a model's folder holds config.json, model.safetensors or model.safetensors.index.json with its files, and tokenizer.json): No such file or directory (os error 2)
     exit status 2
     ");
     std::fs::remove_file(model.dir().join("tokenizer.json")).expect("removes");
@@ -245,11 +245,11 @@ fn a_checkpoint_that_is_damaged() {
     ");
     let cut = |bytes: Vec<u8>| bytes[..bytes.len() / 2].to_vec();
     assert_snapshot!(ModelCopy::new().replace("model.safetensors", cut).refused(), @"
-    error: `model.path`: home/model/model.safetensors: damaged or not a safetensors file (incomplete metadata, file not fully covered; 2795862 bytes); copy it again
+    error: `model.path`: home/model/model.safetensors: damaged or not a safetensors file (by its header it would be 5591724 bytes long; 2795862 bytes); copy it again
     exit status 2
     ");
     assert_snapshot!(ModelCopy::new().replace("model.safetensors", |_| Vec::new()).refused(), @"
-    error: `model.path`: home/model/model.safetensors: damaged or not a safetensors file (header too small; 0 bytes); copy it again
+    error: `model.path`: home/model/model.safetensors: damaged or not a safetensors file (it ends before its header; 0 bytes); copy it again
     exit status 2
     ");
     let reshaped = ModelCopy::new().edit(|weights| tensor(weights, &|tensor| tensor.shape = vec![2, 64]));
@@ -272,7 +272,7 @@ fn a_checkpoint_that_is_damaged() {
     ");
     let integers = |tensor: &mut HostTensor| tensor.data = TensorData::I64(vec![1; 128]);
     assert_snapshot!(ModelCopy::new().edit(|weights| tensor(weights, &integers)).refused(), @"
-    error: `model.path`: home/model/model.safetensors: tensor `layers.1.attn_norm.weight` is stored as I64; expected F32 or BF16 (I64 or I32 for hash tables); convert it
+    error: `model.path`: home/model/model.safetensors: tensor `layers.1.attn_norm.weight` is stored as I64; expected F32, BF16, F8_E4M3 or I8 (MXFP4); convert it
     exit status 2
     ");
     let stray = |weights: &mut Weights| {

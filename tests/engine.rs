@@ -147,7 +147,7 @@ fn choices_are_recorded_for_every_token_that_went_through() {
         }
         assert_eq!(rollout.rollout_logprobs.len(), num_response);
         assert_eq!(rollout.weight_versions, vec![0; num_response]);
-        let ended = rollout.response_tokens.last() == Some(&config.eos_token_id);
+        let ended = rollout.response_tokens.last() == Some(&config.eos_token_id.first());
         assert_eq!(rollout.finish_reason == FinishReason::Stop, ended);
         assert!(ended || num_response == options().max_response_tokens);
     }

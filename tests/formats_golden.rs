@@ -3,7 +3,10 @@
 use std::path::Path;
 
 use kernels::hyper_connection::{Gates, mappings};
-use kernels::quant::{E2M1, MXFP4_BLOCK, Mxfp4, dequantize_mxfp4, e8m0_value, quantize_mxfp4};
+use kernels::quant::{
+    E2M1, Fp8, MXFP4_BLOCK, Mxfp4, dequantize_fp8, dequantize_mxfp4, e4m3_code, e4m3_value, e8m0_value, mxfp4_to_fp8,
+    quantize_fp8, quantize_mxfp4,
+};
 use kernels::rope::Rotation;
 use kernels::router;
 use rollout::model::{LayerKind, ModelConfig};
@@ -81,6 +84,53 @@ fn golden_v4_packed_blocks() {
         let scale = e8m0_value(other.scales[row]);
         assert!(block.iter().all(|v| E2M1.contains(&(v / scale))), "block {row}");
     }
+}
+
+#[test]
+fn golden_v4_e4m3() {
+    let table = formats();
+    let want = table.f32("e4m3fn.decode").expect("recorded").1;
+    for (code, want) in (0..=255).zip(want) {
+        let got = e4m3_value(code);
+        assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{code:#x}: {got} for {want}");
+    }
+    let (inputs, codes) = (table.f32("e4m3fn.encode_in").expect("recorded").1, table.bytes("e4m3fn.encode_out"));
+    for (&x, &want) in inputs.iter().zip(&codes) {
+        assert_eq!(e4m3_code(x), want, "{x:e}");
+    }
+}
+
+#[test]
+fn golden_v4_fp8_tiles() {
+    let table = formats();
+    let (amax, want) = (table.f32("scale.amax").expect("recorded").1, table.f32("scale.fp8_ceil").expect("recorded").1);
+    for (amax, want) in amax.into_iter().zip(want) {
+        assert_eq!(e8m0_value(quantize_fp8(&[0.0, -amax], 1, 2).scales[0]), want, "amax {amax:e}");
+    }
+    for name in table.names().iter().filter_map(|name| name.strip_suffix(".weight")).filter(|n| n.starts_with("fp8.")) {
+        let (shape, weight) = table.f32(&format!("{name}.weight")).expect("recorded");
+        let fp8 = quantize_fp8(&weight, shape[0], shape[1]);
+        assert_eq!(fp8.codes, table.bytes(&format!("{name}.q")), "{name}");
+        assert_eq!(fp8.scales, table.bytes(&format!("{name}.scale")), "{name}");
+        let (_, values) = table.f32(&format!("{name}.dequant")).expect("recorded");
+        assert_eq!(bits(&dequantize_fp8(&fp8, shape[0], shape[1])), bits(&values), "{name}");
+        // What codes can say, they say again.
+        let again = quantize_fp8(&values, shape[0], shape[1]);
+        assert_eq!(dequantize_fp8(&again, shape[0], shape[1]), values, "{name}");
+    }
+}
+
+#[test]
+fn golden_v4_mxfp4_is_held_by_fp8_exactly() {
+    let table = formats();
+    let fp4 = Mxfp4 { codes: table.bytes("fp4to8.packed"), scales: table.bytes("fp4to8.scale") };
+    let fp8 = mxfp4_to_fp8(&fp4, 128, 256).expect("the scales lie near each other");
+    assert_eq!(fp8, Fp8 { codes: table.bytes("fp4to8.q"), scales: table.bytes("fp4to8.tile_scale") });
+    assert_eq!(dequantize_fp8(&fp8, 128, 256), dequantize_mxfp4(&fp4));
+    // Scales 2^30 apart in one tile: no FP8 scale holds both.
+    let mut wide = fp4;
+    wide.scales[0] += 30;
+    assert_eq!(mxfp4_to_fp8(&wide, 128, 256), None);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod golden;
 mod formats_golden;
+mod convert;
 mod engine_golden;
 mod engine;
 mod program;

@@ -355,7 +355,7 @@ impl<'a> Worker<'a> {
     }
 
     fn finish_reason(&self, rollout: &Decoding) -> Option<FinishReason> {
-        if rollout.tokens.last() == Some(&self.engine.config.eos_token_id) {
+        if rollout.tokens.last().is_some_and(|token| self.engine.config.eos_token_id.ids().contains(token)) {
             Some(FinishReason::Stop)
         } else if rollout.tokens.len() >= self.options.max_response_tokens {
             Some(FinishReason::Length)

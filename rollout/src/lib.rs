@@ -5,5 +5,6 @@
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
+pub mod convert;
 pub mod sampler;
 pub mod tokenizer;

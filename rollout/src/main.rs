@@ -2,17 +2,17 @@
 #![forbid(unsafe_code)]
 
 use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use datasets::{FinishReason, Prompt};
+use rollout::convert::{Target, convert};
 use rollout::engine::{Engine, GenerateOptions, GroupRequest, Progress};
-use rollout::kv_cache::KvCache;
-use rollout::model::checkpoint::load_weights;
-use rollout::model::{LayerKind, Model, ModelConfig, to_engine_format};
+use rollout::model::checkpoint::{Format, Layout, Naming};
+use rollout::model::{LayerKind, Model, ModelConfig, Sizes};
 use rollout::sampler::Sampling;
 use rollout::tokenizer::Tokenizer;
 
@@ -26,10 +26,29 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Say what a checkpoint is: its layers, its parameters, its memory
+    /// Say what a model is: its parameters, its memory, its layers
     Info {
-        /// A checkpoint folder
+        /// A checkpoint folder (its config.json is enough), or v4-flash or v4-pro for the published models
         model: PathBuf,
+    },
+    /// Write a checkpoint in another number format or naming
+    Convert {
+        /// The checkpoint folder to read
+        from: PathBuf,
+        /// The folder to write, which must not exist
+        to: PathBuf,
+        /// What the routed experts are stored in; other tensors as the release has them beside such experts
+        #[arg(long = "to", value_name = "FORMAT")]
+        layout: Layout,
+        /// With mxfp4: leave all but the routed experts in this instead of FP8 and bf16
+        #[arg(long)]
+        others: Option<Others>,
+        /// The names of the tensors and of config.json's fields
+        #[arg(long, default_value = "release")]
+        naming: Naming,
+        /// Begin another file before one grows larger than this, in megabytes
+        #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+        shard_mb: u64,
     },
     /// Answer prompts
     Generate {
@@ -56,6 +75,13 @@ enum Command {
     },
 }
 
+/// What `convert` may leave tensors in.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Others {
+    Bf16,
+    F32,
+}
+
 /// A number that the kernels can divide logits by.
 fn temperature(text: &str) -> Result<f32, String> {
     let is_usable = |t: &f32| *t == 0.0 || (1e-3..=1e3).contains(t);
@@ -65,6 +91,16 @@ fn temperature(text: &str) -> Result<f32, String> {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Info { model } => info(&model),
+        Command::Convert { from, to, layout, others, naming, shard_mb } => {
+            let others = others.map(|others| match others {
+                Others::Bf16 => Format::Bf16,
+                Others::F32 => Format::F32,
+            });
+            let target = Target { layout, others, naming, shard_bytes: shard_mb as usize * 1_000_000 };
+            convert(&from, &to, target)
+                .map_err(anyhow::Error::from)
+                .and_then(|done| say(format!("{}: {done}", to.display())))
+        }
         Command::Generate { model, prompts, template, samples, temperature, max_tokens, seed } => {
             let options = GenerateOptions {
                 sampling: Sampling { temperature, seed },
@@ -84,16 +120,18 @@ fn main() -> ExitCode {
     }
 }
 
-fn info(dir: &std::path::Path) -> anyhow::Result<()> {
-    let config = ModelConfig::load(&dir.join("config.json"))?;
-    let (total, active) = config.num_parameters();
-    say(format!("parameters  {total} in all, {active} used by a token"))?;
-    let experts = if config.experts_are_fp4() { "MXFP4" } else { "f32" };
+fn info(model: &Path) -> anyhow::Result<()> {
+    let config = match ModelConfig::preset(&model.to_string_lossy()).filter(|_| !model.exists()) {
+        Some(preset) => preset,
+        None => ModelConfig::load(&model.join("config.json"))?,
+    };
+    say(Sizes::new(&config).to_string().trim_end().to_owned())?;
+    let experts = if config.experts_are_fp4() { "MXFP4" } else { "the checkpoint's values" };
     say(format!(
-        "experts     {} a layer, {} used by a token, {experts}",
+        "experts                 {} a layer, {} used by a token, on {experts}",
         config.n_routed_experts, config.num_experts_per_tok
     ))?;
-    for layer in 0..config.num_hidden_layers {
+    let describe = |layer: usize| {
         let attention = match config.layer_kind(layer) {
             LayerKind::Window => format!("window of {}", config.sliding_window),
             LayerKind::Csa => {
@@ -102,19 +140,16 @@ fn info(dir: &std::path::Path) -> anyhow::Result<()> {
             LayerKind::Hca { ratio } => format!("window of {} and all blocks of {ratio}", config.sliding_window),
         };
         let routing = if config.is_hash_layer(layer) { "hash-routed" } else { "score-routed" };
-        say(format!("layer {layer:<5} {attention}; {routing}"))?;
-    }
-    for tokens in [1024, 4096, 131_072].into_iter().filter(|&n| n <= config.max_position_embeddings) {
-        say(format!(
-            "KV cache    {:.1} KiB for {tokens} tokens",
-            KvCache::num_bytes_at(&config, tokens) as f64 / 1024.0
-        ))?;
+        format!("{attention}; {routing}")
+    };
+    for layer in 0..config.num_hidden_layers {
+        say(format!("layer {layer:<18}{}", describe(layer)))?;
     }
     Ok(())
 }
 
 fn generate(
-    dir: &std::path::Path,
+    dir: &Path,
     prompts: &[String],
     template: &str,
     samples: usize,
@@ -122,9 +157,8 @@ fn generate(
 ) -> anyhow::Result<()> {
     let config = ModelConfig::load(&dir.join("config.json"))?;
     let tokenizer = Tokenizer::load(dir, config.vocab_size)?;
-    let weights = to_engine_format(&config, load_weights(dir, &config)?);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let engine = Engine::new(Model::new(&config, 0, &weights), tokenizer, threads);
+    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, threads);
     let mut requests = Vec::new();
     for (row, text) in prompts.iter().enumerate() {
         let tokens = engine.tokenizer().encode(&template.replace("{prompt}", text))?;

@@ -110,7 +110,8 @@ pub fn demonstrations(
                 book.path.display(),
                 prompt.row
             );
-            let tokens: Vec<u32> = prompt_tokens.iter().copied().chain(answer).chain([config.eos_token_id]).collect();
+            let tokens: Vec<u32> =
+                prompt_tokens.iter().copied().chain(answer).chain([config.eos_token_id.first()]).collect();
             let n = tokens.len() - 1;
             Ok(Sample {
                 group_id: prompt.row as u64,

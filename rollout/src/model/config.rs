@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use kernels::hyper_connection::MAX_STREAMS;
 use serde::{Deserialize, Serialize};
 
+use super::config_file;
+
 /// Why a `config.json` was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -31,11 +33,23 @@ pub enum ConfigError {
         /// Which file.
         path: PathBuf,
         /// The field.
-        field: &'static str,
+        field: String,
         /// Its value.
         found: String,
         /// What would do.
         expected: String,
+    },
+    /// A field that nothing here knows: the model may compute something else than this engine does.
+    #[error("{}: `{field}` ({found}) is no field of a DeepSeek-V4 configuration; {hint}", path.display())]
+    Unknown {
+        /// Which file.
+        path: PathBuf,
+        /// The field.
+        field: String,
+        /// Its value.
+        found: String,
+        /// What to do.
+        hint: String,
     },
 }
 
@@ -69,6 +83,7 @@ pub const CSA_RATIO: usize = 4;
 
 /// YaRN scaling of the rotary frequencies in compressed layers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RopeScaling {
     /// Always `yarn`.
     #[serde(alias = "rope_type")]
@@ -81,6 +96,34 @@ pub struct RopeScaling {
     pub beta_slow: f64,
     /// Context length before the extension.
     pub original_max_position_embeddings: f64,
+    /// A factor on cosine and sine: V4 has none (v4/SPEC section 4), so only 1 is taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attention_factor: Option<f64>,
+}
+
+/// The tokens that end a response: one number in a file, or a list.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum EosTokens {
+    /// The one of the published models.
+    One(u32),
+    /// Any of these.
+    Any(Vec<u32>),
+}
+
+impl EosTokens {
+    /// All of them, the first being the one that training appends.
+    pub fn ids(&self) -> &[u32] {
+        match self {
+            Self::One(id) => std::slice::from_ref(id),
+            Self::Any(ids) => ids,
+        }
+    }
+
+    /// The one that training appends to a response.
+    pub fn first(&self) -> u32 {
+        self.ids()[0]
+    }
 }
 
 fn one() -> usize {
@@ -136,10 +179,10 @@ pub struct ModelConfig {
     #[serde(default)]
     pub tie_word_embeddings: bool,
     pub bos_token_id: u32,
-    pub eos_token_id: u32,
+    pub eos_token_id: EosTokens,
     #[serde(default)]
     pub initializer_range: Option<f32>,
-    /// `"fp4"`: the routed experts compute on MXFP4 codes. Absent: on the checkpoint's own values.
+    /// `"fp4"`: the routed experts compute on MXFP4 codes. Absent, or another type: on the checkpoint's own values.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expert_dtype: Option<String>,
     /// Fields of the file that say nothing about the arithmetic; kept so that a written config is whole.
@@ -147,40 +190,44 @@ pub struct ModelConfig {
     pub other: serde_json::Map<String, serde_json::Value>,
 }
 
-/// The `model_type` of every model of the family.
-const MODEL_TYPE: &str = "deepseek_v4";
-
-/// What is read of a `config.json` first.
-#[derive(Deserialize)]
-struct Kind {
-    model_type: String,
-}
-
-fn check(path: &Path, ok: bool, field: &'static str, found: String, expected: &str) -> Result<(), ConfigError> {
+fn check(path: &Path, ok: bool, field: &str, found: String, expected: &str) -> Result<(), ConfigError> {
     if ok {
         return Ok(());
     }
-    Err(ConfigError::Unsupported { path: path.to_owned(), field, found, expected: expected.to_owned() })
+    let (path, field, expected) = (path.to_owned(), field.to_owned(), expected.to_owned());
+    Err(ConfigError::Unsupported { path, field, found, expected })
 }
 
+/// Published models whose configuration is built in, for sizes without a checkpoint.
+pub const PRESETS: [(&str, &str); 2] =
+    [("v4-flash", include_str!("presets/v4-flash.json")), ("v4-pro", include_str!("presets/v4-pro.json"))];
+
 impl ModelConfig {
-    /// Reads and checks `config.json`.
+    /// Reads and checks `config.json`, in the field names of the release or of the Hugging Face implementation.
     ///
     /// # Errors
     /// When the file cannot be read, is not V4's, or asks for something this engine does not do.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text =
             std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-        let parse = |e: serde_json::Error| ConfigError::Parse { path: path.to_owned(), message: e.to_string() };
-        // Another architecture lacks fields too, but which ones is not what a person needs to hear.
-        let kind: Kind = serde_json::from_str(&text).map_err(parse)?;
-        check(path, kind.model_type == MODEL_TYPE, "model_type", format!("`{}`", kind.model_type), "`deepseek_v4`")?;
-        let config: Self = serde_json::from_str(&text).map_err(parse)?;
-        config.validate(path)?;
-        Ok(config)
+        config_file::parse(&text, path)
     }
 
-    fn validate(&self, path: &Path) -> Result<(), ConfigError> {
+    /// The configuration of a published model (one of [`PRESETS`]), if `name` is one.
+    pub fn preset(name: &str) -> Option<Self> {
+        let (name, text) = PRESETS.iter().find(|(preset, _)| *preset == name)?;
+        Some(config_file::parse(text, Path::new(name)).unwrap_or_else(|e| panic!("{e}")))
+    }
+
+    /// The fields as the Hugging Face implementation names them.
+    ///
+    /// # Errors
+    /// What that implementation cannot say, as the field and its values.
+    pub fn to_hugging_face(&self) -> Result<serde_json::Value, String> {
+        config_file::to_hugging_face(self)
+    }
+
+    pub(super) fn validate(&self, path: &Path) -> Result<(), ConfigError> {
         let check = |ok, field, found, expected: &str| check(path, ok, field, found, expected);
         let layers = self.num_hidden_layers;
         check(
@@ -189,23 +236,16 @@ impl ModelConfig {
             format!("{} entries", self.compress_ratios.len()),
             &format!("one for each of the {layers} layers"),
         )?;
-        check(self.num_key_value_heads == 1, "num_key_value_heads", self.num_key_value_heads.to_string(), "1")?;
-        check(self.n_shared_experts == 1, "n_shared_experts", self.n_shared_experts.to_string(), "1")?;
-        check(!self.tie_word_embeddings, "tie_word_embeddings", "true".into(), "false")?;
         check(
-            self.scoring_func == "sqrtsoftplus",
-            "scoring_func",
-            format!("`{}`", self.scoring_func),
-            "`sqrtsoftplus`",
-        )?;
-        check(
-            self.expert_dtype.as_deref().is_none_or(|d| d == "fp4"),
+            self.expert_dtype.as_deref().is_none_or(|d| ["fp4", "fp8", "bf16", "f32"].contains(&d)),
             "expert_dtype",
             format!("`{}`", self.expert_dtype.as_deref().unwrap_or_default()),
-            "`fp4`, or no such field",
+            "`fp4`, `fp8`, `bf16`, `f32`, or no such field",
         )?;
         if let Some(s) = &self.rope_scaling {
             check(s.r#type == "yarn", "rope_scaling.type", format!("`{}`", s.r#type), "`yarn`")?;
+            let factor = s.attention_factor.unwrap_or(1.0);
+            check(factor == 1.0, "rope_scaling.attention_factor", factor.to_string(), "1")?;
         }
         // Ten times what has been published and more, and yet no product of sizes overflows.
         for (field, n, most) in [
@@ -256,18 +296,10 @@ impl ModelConfig {
             above("rope_scaling.beta_fast", s.beta_fast, 0.0)?;
             above("rope_scaling.original_max_position_embeddings", s.original_max_position_embeddings, 0.0)?;
         }
-        // What the arithmetic takes for granted; a file without the field means the same.
-        for (field, expected) in [
-            ("norm_topk_prob", serde_json::json!(true)),
-            ("attention_bias", serde_json::json!(false)),
-            ("topk_method", serde_json::json!("noaux_tc")),
-            ("hidden_act", serde_json::json!("silu")),
-        ] {
-            if let Some(found) = self.other.get(field) {
-                check(*found == expected, field, found.to_string(), &expected.to_string())?;
-            }
-        }
-        for (field, token) in [("bos_token_id", self.bos_token_id), ("eos_token_id", self.eos_token_id)] {
+        let eos = self.eos_token_id.ids();
+        check(!eos.is_empty(), "eos_token_id", "an empty list".into(), "a token id, or a list of them")?;
+        let tokens = eos.iter().map(|&id| ("eos_token_id", id)).chain([("bos_token_id", self.bos_token_id)]);
+        for (field, token) in tokens {
             let vocab_size = self.vocab_size;
             check(
                 (token as usize) < vocab_size,
@@ -433,6 +465,11 @@ impl ModelConfig {
         (0..self.num_hash_layers).map(|layer| format!("layers.{layer}.ffn.gate.tid2eid")).collect()
     }
 
+    /// The shape of a hash-routing table.
+    pub fn hash_table_shape(&self) -> [usize; 2] {
+        [self.vocab_size, self.num_experts_per_tok]
+    }
+
     /// Number of parameters: all, and those that one token uses.
     pub fn num_parameters(&self) -> (usize, usize) {
         let mut total = 0;
@@ -501,7 +538,11 @@ mod tests {
             15.into(),
             "`head_dim` is 15, expected an even number: rotary channels come in pairs",
         );
-        check_refused("expert_dtype", "fp8".into(), "`expert_dtype` is `fp8`, expected `fp4`, or no such field");
+        check_refused(
+            "expert_dtype",
+            "int4".into(),
+            "`expert_dtype` is `int4`, expected `fp4`, `fp8`, `bf16`, `f32`, or no such field",
+        );
     }
 
     #[test]
@@ -517,6 +558,70 @@ mod tests {
         assert_eq!(refusal("norm_topk_prob", true.into()), None);
         check_refused("norm_topk_prob", false.into(), "`norm_topk_prob` is false, expected true");
         check_refused("attention_bias", true.into(), "`attention_bias` is true, expected false");
-        check_refused("hidden_act", "gelu".into(), "`hidden_act` is \"gelu\", expected \"silu\"");
+        check_refused("n_shared_experts", 2.into(), "`n_shared_experts` is 2, expected 1");
+        check_refused(
+            "num_local_experts",
+            8.into(),
+            "`num_local_experts` is 8, expected what `n_routed_experts` says (4)",
+        );
+        check_refused("hidden_act", "gelu".into(), "`hidden_act` is `gelu`, expected `silu`");
+    }
+
+    #[test]
+    fn a_field_that_may_change_the_arithmetic_is_refused_by_name() {
+        assert_eq!(refusal("transformers_version", "5.24.0".into()), None);
+        let said = refusal("index_top_k", 2.into()).expect("is refused");
+        assert_eq!(
+            said,
+            "config.json: `index_top_k` (2) is no field of a DeepSeek-V4 configuration; did you mean `index_topk`?"
+        );
+        let said = refusal("dspark_block_size", 5.into()).expect("is refused");
+        assert_eq!(
+            said,
+            "config.json: `dspark_block_size` (5) is no field of a DeepSeek-V4 configuration; remove it if the model does \
+             not depend on it"
+        );
+        let yarn = serde_json::json!({"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 64, "mscale": 0.7});
+        let said = refusal("rope_scaling", yarn).expect("is refused");
+        assert!(said.contains("`rope_scaling.mscale`: unknown field `mscale`"), "{said}");
+        let said = refusal("hidden_size", "32".into()).expect("is refused");
+        assert!(said.contains("`hidden_size`: invalid type: string \"32\", expected usize"), "{said}");
+        check_refused(
+            "quantization_config",
+            serde_json::json!({"quant_method": "fp8", "weight_block_size": [32, 32]}),
+            "`quantization_config.weight_block_size` is [32,32], expected [128,128]",
+        );
+        check_refused(
+            "eos_token_id",
+            serde_json::Value::Null,
+            "`eos_token_id` is missing, expected a token id, or a list of them",
+        );
+        assert_eq!(refusal("eos_token_id", serde_json::json!([1, 2])), None);
+    }
+
+    #[test]
+    fn the_published_sizes() {
+        let count = |name| {
+            let config = ModelConfig::preset(name).expect("a preset");
+            crate::model::Sizes::new(&config).total()
+        };
+        // Published: 284B in all and 13B active, the embedding aside.
+        let (total, active) = count("v4-flash");
+        assert_eq!((total / 100_000_000, active / 100_000_000), (2843, 137));
+        // Published: 1.6T and 49B.
+        let (total, active) = count("v4-pro");
+        assert_eq!((total / 1_000_000_000, active / 100_000_000), (1572, 497));
+        assert_eq!(ModelConfig::preset("v5"), None);
+    }
+
+    #[test]
+    fn both_spellings_of_a_configuration_mean_the_same() {
+        for (name, _) in PRESETS {
+            let config = ModelConfig::preset(name).expect("a preset");
+            let text = config.to_hugging_face().expect("one ratio").to_string();
+            assert!(text.contains("partial_rotary_factor") && !text.contains("compress_ratios"), "{text}");
+            assert_eq!(config_file::parse(&text, Path::new("config.json")).expect("is read"), config);
+        }
     }
 }

@@ -2,10 +2,13 @@
 
 pub mod checkpoint;
 mod config;
+mod config_file;
 mod forward;
+mod sizes;
 mod weights;
 
-pub use checkpoint::{CheckpointError, HostTensor, TensorData, Weights};
-pub use config::{CSA_RATIO, ConfigError, LayerKind, ModelConfig, RopeScaling};
+pub use checkpoint::{CheckpointError, HostTensor, TensorData, Weights, is_routed_expert};
+pub use config::{CSA_RATIO, ConfigError, EosTokens, LayerKind, ModelConfig, PRESETS, RopeScaling};
 pub use forward::{ForwardOutput, Segment, Workspace};
-pub use weights::{Model, WeightUpdate, WeightUpdateError, checksum, is_routed_expert, to_engine_format};
+pub use sizes::{KindSize, Sizes};
+pub use weights::{Model, WeightUpdate, WeightUpdateError, checksum, to_engine_format};

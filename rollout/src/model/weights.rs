@@ -1,11 +1,15 @@
 //! The engine's weights: packed for the kernels, one version at a time, each verified by checksum before it is used.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
+use std::convert::Infallible;
+use std::path::Path;
 
 use kernels::linear::Linear;
-use kernels::quant::{Mxfp4, quantize_mxfp4};
+use kernels::quant::Mxfp4;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::checkpoint::{Checkpoint, CheckpointError, Format, is_routed_expert};
 use super::{HostTensor, LayerKind, ModelConfig, TensorData, Weights};
 
 /// New weights for the engine, as the trainer publishes them.
@@ -62,24 +66,22 @@ pub fn checksum(weights: &Weights) -> u64 {
     hash.digest()
 }
 
-/// Turns masters into what the engine computes on: MXFP4 codes for the routed experts where the model says so.
+/// Turns masters into what the engine computes on: MXFP4 codes for the routed experts where the model says so, f32 for
+/// the rest.
 ///
 /// This is the one place where weights are quantised for rollouts.
-pub fn to_engine_format(config: &ModelConfig, mut weights: Weights) -> Weights {
-    if config.experts_are_fp4() {
-        for (name, tensor) in &mut weights {
-            if let (true, TensorData::F32(values)) = (is_routed_expert(name), &tensor.data) {
-                let Mxfp4 { codes, scales } = quantize_mxfp4(values);
-                tensor.data = TensorData::Mxfp4 { codes, scales };
-            }
-        }
-    }
-    weights
+pub fn to_engine_format(config: &ModelConfig, weights: Weights) -> Weights {
+    weights.into_iter().map(|(name, tensor)| (name.clone(), engine_tensor(config, &name, tensor))).collect()
 }
 
-/// Whether a parameter is a matrix of a routed expert: what MXFP4 is for.
-pub fn is_routed_expert(name: &str) -> bool {
-    name.contains(".ffn.experts.")
+/// [`to_engine_format`] for one tensor. Codes that are MXFP4 already stay as they are.
+fn engine_tensor(config: &ModelConfig, name: &str, tensor: HostTensor) -> HostTensor {
+    match tensor.data.format() {
+        Format::I64 => tensor,
+        Format::Mxfp4 if is_routed_expert(name) => tensor,
+        _ if config.experts_are_fp4() && is_routed_expert(name) => tensor.into_format(Format::Mxfp4),
+        _ => tensor.into_f32(),
+    }
 }
 
 /// Index of a matrix in [`Model::matrices`].
@@ -171,30 +173,63 @@ impl Model {
     /// # Panics
     /// When a tensor that the configuration names is not there: readers and the trainer see to that.
     pub fn new(config: &ModelConfig, version: u64, weights: &Weights) -> Self {
+        let packed = Self::pack(config, version, |name, _| match weights.get(name) {
+            Some(tensor) => Ok::<_, Infallible>(Cow::Borrowed(tensor)),
+            None => panic!("tensor `{name}` is missing"),
+        });
+        match packed {
+            Ok(model) => model,
+        }
+    }
+
+    /// Reads the checkpoint in folder `dir` and packs it tensor by tensor, as version 0: beside the packed model, no
+    /// more than one tensor is in memory.
+    ///
+    /// # Errors
+    /// As [`load_weights`](super::checkpoint::load_weights).
+    pub fn load(dir: &Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
+        let checkpoint = Checkpoint::open(dir)?;
+        checkpoint.check_against(config)?;
+        let tables: HashSet<String> = config.hash_tables().into_iter().collect();
+        Self::pack(config, 0, |name, shape| {
+            let tensor = match tables.contains(name) {
+                true => checkpoint.read_table(name, shape, config.n_routed_experts)?,
+                false => engine_tensor(config, name, checkpoint.read(name, shape)?),
+            };
+            Ok(Cow::Owned(tensor))
+        })
+    }
+
+    /// Packs what `tensor` gives for a name and a shape.
+    fn pack<'a, E>(
+        config: &ModelConfig,
+        version: u64,
+        mut tensor: impl FnMut(&str, &[usize]) -> Result<Cow<'a, HostTensor>, E>,
+    ) -> Result<Self, E> {
         let mut matrices = Vec::new();
         let mut vectors = Vec::new();
         let mut ids = HashMap::new();
         for (name, shape) in config.parameters() {
-            let tensor = weights.get(&name).unwrap_or_else(|| panic!("tensor `{name}` is missing"));
+            let tensor = tensor(&name, &shape)?;
             assert_eq!(tensor.shape, shape, "shape of tensor `{name}`");
             let is_table = shape.len() == 1 || name.ends_with(".ape") || name == "embed.weight";
             if is_table {
                 ids.insert(name.clone(), vectors.len());
-                vectors.push((name, tensor.clone()));
+                vectors.push((name, tensor.into_owned()));
             } else {
                 ids.insert(name.clone(), matrices.len());
                 let groups = if name.ends_with(".wo_a.weight") { config.o_groups } else { 1 };
-                matrices.push(pack(name, tensor, groups));
+                matrices.push(pack(name, &tensor, groups));
             }
         }
-        let hash_tables = config.hash_tables().into_iter().map(|name| {
-            let table = weights.get(&name).unwrap_or_else(|| panic!("hash table `{name}` is missing")).clone();
-            (name, table)
-        });
-        let hash_tables = hash_tables.collect();
+        let mut hash_tables = Vec::new();
+        for name in config.hash_tables() {
+            let table = tensor(&name, &config.hash_table_shape())?.into_owned();
+            hash_tables.push((name, table));
+        }
         let id = |name: &str| *ids.get(name).unwrap_or_else(|| panic!("`{name}` is not a parameter of this model"));
         let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &id)).collect();
-        Self {
+        Ok(Self {
             config: config.clone(),
             version,
             matrices,
@@ -207,7 +242,7 @@ impl Model {
             head_scale: id("hc_head_scale"),
             norm: id("norm.weight"),
             head: id("head.weight"),
-        }
+        })
     }
 
     /// Its configuration.
@@ -264,7 +299,7 @@ fn pack(name: String, tensor: &HostTensor, groups: usize) -> Matrix {
             let m = Mxfp4 { codes: codes.clone(), scales: scales.clone() };
             vec![Linear::from_mxfp4(rows, columns, &m)]
         }
-        TensorData::I64(_) => panic!("tensor `{name}` holds integers"),
+        other => panic!("tensor `{name}` holds {}, which is not the engine's format", other.kind()),
     };
     Matrix { name, shape: tensor.shape.clone(), parts }
 }

@@ -179,11 +179,7 @@ impl<'a> Loader<'a> {
 }
 
 fn wrong(name: &str, tensor: &HostTensor, expected: &[usize]) -> PolicyError {
-    let kind = match tensor.data {
-        TensorData::F32(_) => "f32 values",
-        TensorData::I64(_) => "i64 values",
-        TensorData::Mxfp4 { .. } => "MXFP4 codes",
-    };
+    let kind = tensor.data.kind();
     PolicyError::Shape {
         name: name.to_owned(),
         found: format!("{kind} of shape {:?}", tensor.shape),

@@ -1,0 +1,254 @@
+//! `rollout convert`: a checkpoint into another number format or naming, tensor by tensor, codes carried as they are.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::model::checkpoint::{
+    Checkpoint, CheckpointError, Format, HostTensor, Item, Layout, Naming, TensorData, write_atomically, write_sharded,
+};
+use crate::model::{ConfigError, ModelConfig};
+
+/// Files beside the tensors that belong to the model in any format.
+const COMPANIONS: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+    "LICENSE.txt",
+    "NOTICE",
+    "README.md",
+];
+
+/// What to convert to.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// The number formats.
+    pub layout: Layout,
+    /// The format of everything that `layout` would put in FP8 or bf16, if not that: a quantised model whose other
+    /// tensors lose nothing.
+    pub others: Option<Format>,
+    /// Whose names: of the tensors, and of the configuration's fields. Quantised tensors have the release's in both,
+    /// as transformers expects them.
+    pub naming: Naming,
+    /// About how large a file gets, in bytes, before another is begun.
+    pub shard_bytes: usize,
+}
+
+impl Target {
+    fn format(&self, name: &str) -> Format {
+        match (self.layout.format(name), self.others) {
+            (Format::Bf16 | Format::Fp8, Some(others)) if self.layout == Layout::Mxfp4 => others,
+            (format, _) => format,
+        }
+    }
+}
+
+/// What became of the parameters, in tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Had the format already: their bytes are the same.
+    pub carried: usize,
+    /// Another format, the same values.
+    pub exact: usize,
+    /// Rounded to what the format can hold.
+    pub rounded: usize,
+    /// Bytes written.
+    pub num_bytes: usize,
+}
+
+/// Why a conversion was refused or broke off; the destination is then not there.
+#[derive(Debug, thiserror::Error)]
+pub enum ConvertError {
+    /// The configuration of the source.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A tensor could not be read or written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The destination holds something.
+    #[error("{}: already there; name a folder that is not, or remove this one", path.display())]
+    Exists {
+        /// Which folder.
+        path: PathBuf,
+    },
+    /// A tensor does not fit the format.
+    #[error("tensor `{name}` has shape {shape:?}, and MXFP4 needs rows of whole blocks of 32; convert to fp8 or bf16")]
+    Shape {
+        /// Which tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// The naming cannot say what the model is.
+    #[error(
+        "the Hugging Face implementation has one ratio for all heavily compressed layers, but {found}; use release names"
+    )]
+    Naming {
+        /// The field and its values.
+        found: String,
+    },
+    /// A file or folder could not be written.
+    #[error("cannot write {}; nothing was kept", path.display())]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Converts the checkpoint in folder `from` into the new folder `to`, which appears whole or not at all.
+///
+/// Peak memory is one tensor in both formats (a stack of experts counts expert by expert).
+///
+/// # Errors
+/// When `from` cannot be read whole, `to` is there already, or a format cannot hold a tensor.
+pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, ConvertError> {
+    let config = ModelConfig::load(&from.join("config.json"))?;
+    let checkpoint = Checkpoint::open(from)?;
+    checkpoint.check_against(&config)?;
+    if to.exists() {
+        return Err(ConvertError::Exists { path: to.to_owned() });
+    }
+    let mut parameters = Vec::new();
+    for (name, shape) in config.parameters() {
+        let format = target.format(&name);
+        if !format.fits(&shape) {
+            return Err(ConvertError::Shape { name, shape });
+        }
+        parameters.push((name, format, shape));
+    }
+    let formats: std::collections::HashMap<String, (Format, Vec<usize>)> =
+        parameters.iter().map(|(name, format, shape)| (name.clone(), (*format, shape.clone()))).collect();
+    let tables = config.hash_tables().into_iter();
+    parameters.extend(tables.map(|name| (name, Format::I64, config.hash_table_shape().to_vec())));
+    let text = config_text(&config, &target)?;
+    // transformers stacks experts as it loads them; stacks that have scales it would read without them.
+    let is_quantised = matches!(target.layout, Layout::Mxfp4 | Layout::Fp8);
+    let items = Item::plan(parameters, if is_quantised { Naming::Release } else { target.naming });
+    let mut summary = Summary { num_bytes: items.iter().map(Item::num_bytes).sum(), ..Summary::default() };
+    let read = |name: &str| match formats.get(name) {
+        None => checkpoint.read_table(name, &config.hash_table_shape(), config.n_routed_experts),
+        Some((format, shape)) => {
+            let tensor = checkpoint.read(name, shape)?;
+            let (tensor, change) = converted(tensor, *format);
+            match change {
+                Change::Carried => summary.carried += 1,
+                Change::Exact => summary.exact += 1,
+                Change::Rounded => summary.rounded += 1,
+            }
+            Ok(tensor)
+        }
+    };
+    // A name beside the destination, so that the rename stays within one file system.
+    let name = to.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let partial = to.with_file_name(format!(".{name}.partial"));
+    let written = fill(from, &partial, items, target.shard_bytes, &text, read).and_then(|()| {
+        std::fs::rename(&partial, to).map_err(|source| ConvertError::Write { path: to.to_owned(), source })
+    });
+    if let Err(error) = written {
+        // The first error is the one to report; what cannot be removed either is left.
+        let _ = std::fs::remove_dir_all(&partial);
+        return Err(error);
+    }
+    Ok(summary)
+}
+
+fn fill(
+    from: &Path,
+    partial: &Path,
+    items: Vec<Item>,
+    shard_bytes: usize,
+    config: &str,
+    read: impl FnMut(&str) -> Result<HostTensor, CheckpointError>,
+) -> Result<(), ConvertError> {
+    let refused = |path: &Path| {
+        let path = path.to_owned();
+        move |source| ConvertError::Write { path, source }
+    };
+    match std::fs::remove_dir_all(partial) {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => return Err(refused(partial)(source)),
+        _ => {}
+    }
+    std::fs::create_dir_all(partial).map_err(refused(partial))?;
+    write_sharded(partial, items, shard_bytes, read)?;
+    for name in COMPANIONS {
+        let (source, copy) = (from.join(name), partial.join(name));
+        if source.is_file() {
+            std::fs::copy(&source, &copy).map_err(refused(&copy))?;
+        }
+    }
+    let path = partial.join("config.json");
+    write_atomically(&path, config.as_bytes()).map_err(refused(&path))
+}
+
+enum Change {
+    Carried,
+    Exact,
+    Rounded,
+}
+
+fn converted(tensor: HostTensor, format: Format) -> (HostTensor, Change) {
+    if tensor.data.format() == format {
+        return (tensor, Change::Carried);
+    }
+    let before = tensor.clone().into_f32();
+    let tensor = tensor.into_format(format);
+    let after = tensor.clone().into_f32();
+    let bits = |t: &HostTensor| match &t.data {
+        TensorData::F32(values) => values.iter().map(|v| v.to_bits()).collect::<Vec<u32>>(),
+        _ => Vec::new(),
+    };
+    let change = if bits(&before) == bits(&after) { Change::Exact } else { Change::Rounded };
+    (tensor, change)
+}
+
+/// The `config.json` of the converted model.
+fn config_text(config: &ModelConfig, target: &Target) -> Result<String, ConvertError> {
+    let mut config = config.clone();
+    let fp8 = json!({
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    });
+    let has_fp8 = target.format("layers.0.attn.wq_a.weight") == Format::Fp8;
+    config.other.shift_remove("quantization_config");
+    if has_fp8 {
+        config.other.insert("quantization_config".into(), fp8);
+    }
+    config.expert_dtype = (target.layout == Layout::Mxfp4).then(|| "fp4".to_owned());
+    let plain = match (target.layout, target.others) {
+        (Layout::F32, _) | (Layout::Mxfp4, Some(Format::F32)) => "float32",
+        _ => "bfloat16",
+    };
+    config.other.shift_remove("dtype");
+    config.other.insert("torch_dtype".into(), json!(plain));
+    let text = match target.naming {
+        Naming::Release => serde_json::to_string_pretty(&config),
+        Naming::HuggingFace => {
+            let value = config.to_hugging_face().map_err(|found| ConvertError::Naming { found })?;
+            serde_json::to_string_pretty(&value)
+        }
+    };
+    Ok(text.expect("a configuration is JSON"))
+}
+
+/// A sentence on what was written.
+impl std::fmt::Display for Summary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} tensors carried as they were, {} in another format with the same values, {} rounded; {:.1} MB of tensors",
+            self.carried,
+            self.exact,
+            self.rounded,
+            self.num_bytes as f64 / 1e6
+        )
+    }
+}
