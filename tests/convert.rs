@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use insta::assert_snapshot;
-use rollout::convert::{Summary, Target, convert};
+use rollout::convert::{Formats, Summary, Target, convert};
 use rollout::model::checkpoint::{Checkpoint, Format, Layout, Naming, load_weights};
 use rollout::model::{HostTensor, Model, ModelConfig, TensorData, Weights, to_engine_format};
 use safetensors::tensor::TensorView;
@@ -16,7 +16,7 @@ const RELEASE: Naming = Naming::Release;
 const HUGGING_FACE: Naming = Naming::HuggingFace;
 
 fn target(layout: Layout, naming: Naming) -> Target {
-    Target { layout, others: None, naming, shard_bytes: 1 << 30 }
+    Target { formats: Formats { layout, others: None }, naming, shard_bytes: 1 << 30 }
 }
 
 fn read(dir: &Path) -> Weights {
@@ -108,7 +108,10 @@ fn experts_alone_in_four_bits_leave_the_rest_exact() {
     let source = crate::program::root().join("recipes/quickstart_base");
     let home = tempfile::tempdir().expect("a folder");
     let to = home.path().join("fp4");
-    let experts_only = Target { others: Some(Format::F32), ..target(Layout::Mxfp4, RELEASE) };
+    let experts_only = Target {
+        formats: Formats { layout: Layout::Mxfp4, others: Some(Format::F32) },
+        ..target(Layout::Mxfp4, RELEASE)
+    };
     let Summary { rounded, .. } = convert(&source, &to, experts_only).expect("converts");
     let config = ModelConfig::load(&to.join("config.json")).expect("a configuration");
     assert!(config.experts_are_fp4());

@@ -3,6 +3,7 @@
 mod golden;
 mod formats_golden;
 mod convert;
+mod score;
 mod engine_golden;
 mod engine;
 mod program;

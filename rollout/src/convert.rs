@@ -1,11 +1,12 @@
 //! `rollout convert`: a checkpoint into another number format or naming, tensor by tensor, codes carried as they are.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
 use crate::model::checkpoint::{
-    Checkpoint, CheckpointError, Format, HostTensor, Item, Layout, Naming, TensorData, write_atomically, write_sharded,
+    Checkpoint, CheckpointError, Format, HostTensor, Item, Layout, Naming, write_atomically, write_sharded,
 };
 use crate::model::{ConfigError, ModelConfig};
 
@@ -22,28 +23,71 @@ const COMPANIONS: [&str; 9] = [
     "README.md",
 ];
 
-/// What to convert to.
+/// Which tensor is to be in which format.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
-    /// The number formats.
+pub struct Formats {
+    /// The layout of the whole.
     pub layout: Layout,
-    /// The format of everything that `layout` would put in FP8 or bf16, if not that: a quantised model whose other
-    /// tensors lose nothing.
+    /// With [`Layout::Mxfp4`]: the format of everything but the routed experts, if not the release's FP8 and bf16, so
+    /// that they lose nothing.
     pub others: Option<Format>,
-    /// Whose names: of the tensors, and of the configuration's fields. Quantised tensors have the release's in both,
-    /// as transformers expects them.
-    pub naming: Naming,
-    /// About how large a file gets, in bytes, before another is begun.
-    pub shard_bytes: usize,
 }
 
-impl Target {
-    fn format(&self, name: &str) -> Format {
+impl Formats {
+    /// The format of the parameter `name`.
+    pub fn of(&self, name: &str) -> Format {
         match (self.layout.format(name), self.others) {
             (Format::Bf16 | Format::Fp8, Some(others)) if self.layout == Layout::Mxfp4 => others,
             (format, _) => format,
         }
     }
+
+    /// Whether every parameter of the model fits its format.
+    ///
+    /// # Errors
+    /// With the first matrix whose rows are not whole blocks.
+    pub fn check(&self, config: &ModelConfig) -> Result<(), ConvertError> {
+        match config.parameters().into_iter().find(|(name, shape)| !self.of(name).fits(shape)) {
+            Some((name, shape)) => Err(ConvertError::Shape { name, shape }),
+            None => Ok(()),
+        }
+    }
+
+    /// The configuration of a model in these formats.
+    pub fn config(&self, config: &ModelConfig) -> ModelConfig {
+        let mut config = config.clone();
+        config.other.shift_remove("quantization_config");
+        if self.of("layers.0.attn.wq_a.weight") == Format::Fp8 {
+            let fp8 = json!({
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "quant_method": "fp8",
+                "scale_fmt": "ue8m0",
+                "weight_block_size": [128, 128],
+            });
+            config.other.insert("quantization_config".into(), fp8);
+        }
+        config.expert_dtype = (self.layout == Layout::Mxfp4).then(|| "fp4".to_owned());
+        let plain = match self.of("embed.weight") {
+            Format::F32 => "float32",
+            _ => "bfloat16",
+        };
+        config.other.shift_remove("dtype");
+        config.other.insert("torch_dtype".into(), json!(plain));
+        config
+    }
+}
+
+/// What to convert to.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// The number formats.
+    pub formats: Formats,
+    /// Whose names: of the tensors, and of the configuration's fields. Quantised tensors have the release's in both,
+    /// as transformers expects them.
+    pub naming: Naming,
+    /// About how large a file gets, in bytes, before another is begun.
+    pub shard_bytes: usize,
 }
 
 /// What became of the parameters, in tensors.
@@ -114,28 +158,21 @@ pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, Conver
     if to.exists() {
         return Err(ConvertError::Exists { path: to.to_owned() });
     }
-    let mut parameters = Vec::new();
-    for (name, shape) in config.parameters() {
-        let format = target.format(&name);
-        if !format.fits(&shape) {
-            return Err(ConvertError::Shape { name, shape });
-        }
-        parameters.push((name, format, shape));
-    }
-    let formats: std::collections::HashMap<String, (Format, Vec<usize>)> =
-        parameters.iter().map(|(name, format, shape)| (name.clone(), (*format, shape.clone()))).collect();
+    target.formats.check(&config)?;
+    let shapes: HashMap<String, Vec<usize>> = config.parameters().into_iter().collect();
+    let mut parameters: Vec<(String, Format, Vec<usize>)> =
+        config.parameters().into_iter().map(|(name, shape)| (name.clone(), target.formats.of(&name), shape)).collect();
     let tables = config.hash_tables().into_iter();
     parameters.extend(tables.map(|name| (name, Format::I64, config.hash_table_shape().to_vec())));
     let text = config_text(&config, &target)?;
     // transformers stacks experts as it loads them; stacks that have scales it would read without them.
-    let is_quantised = matches!(target.layout, Layout::Mxfp4 | Layout::Fp8);
+    let is_quantised = matches!(target.formats.layout, Layout::Mxfp4 | Layout::Fp8);
     let items = Item::plan(parameters, if is_quantised { Naming::Release } else { target.naming });
     let mut summary = Summary { num_bytes: items.iter().map(Item::num_bytes).sum(), ..Summary::default() };
-    let read = |name: &str| match formats.get(name) {
+    let read = |name: &str| match shapes.get(name) {
         None => checkpoint.read_table(name, &config.hash_table_shape(), config.n_routed_experts),
-        Some((format, shape)) => {
-            let tensor = checkpoint.read(name, shape)?;
-            let (tensor, change) = converted(tensor, *format);
+        Some(shape) => {
+            let (tensor, change) = converted(checkpoint.read(name, shape)?, target.formats.of(name));
             match change {
                 Change::Carried => summary.carried += 1,
                 Change::Exact => summary.exact += 1,
@@ -196,39 +233,20 @@ fn converted(tensor: HostTensor, format: Format) -> (HostTensor, Change) {
     if tensor.data.format() == format {
         return (tensor, Change::Carried);
     }
+    if format == Format::F32 {
+        return (tensor.into_f32(), Change::Exact); // every other format's values are f32 values
+    }
     let before = tensor.clone().into_f32();
     let tensor = tensor.into_format(format);
     let after = tensor.clone().into_f32();
-    let bits = |t: &HostTensor| match &t.data {
-        TensorData::F32(values) => values.iter().map(|v| v.to_bits()).collect::<Vec<u32>>(),
-        _ => Vec::new(),
-    };
-    let change = if bits(&before) == bits(&after) { Change::Exact } else { Change::Rounded };
+    let is_same = before.as_f32().iter().zip(after.as_f32()).all(|(a, b)| a.to_bits() == b.to_bits());
+    let change = if is_same { Change::Exact } else { Change::Rounded };
     (tensor, change)
 }
 
 /// The `config.json` of the converted model.
 fn config_text(config: &ModelConfig, target: &Target) -> Result<String, ConvertError> {
-    let mut config = config.clone();
-    let fp8 = json!({
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    });
-    let has_fp8 = target.format("layers.0.attn.wq_a.weight") == Format::Fp8;
-    config.other.shift_remove("quantization_config");
-    if has_fp8 {
-        config.other.insert("quantization_config".into(), fp8);
-    }
-    config.expert_dtype = (target.layout == Layout::Mxfp4).then(|| "fp4".to_owned());
-    let plain = match (target.layout, target.others) {
-        (Layout::F32, _) | (Layout::Mxfp4, Some(Format::F32)) => "float32",
-        _ => "bfloat16",
-    };
-    config.other.shift_remove("dtype");
-    config.other.insert("torch_dtype".into(), json!(plain));
+    let config = target.formats.config(config);
     let text = match target.naming {
         Naming::Release => serde_json::to_string_pretty(&config),
         Naming::HuggingFace => {

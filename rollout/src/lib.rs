@@ -7,4 +7,5 @@ pub mod kv_cache;
 pub mod model;
 pub mod convert;
 pub mod sampler;
+pub mod score;
 pub mod tokenizer;

@@ -1,15 +1,18 @@
 //! `rollout`: the engine by itself, without the trainer and without libtorch.
 #![forbid(unsafe_code)]
 
-use std::io::{ErrorKind, Write};
+mod cli;
+
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::Context;
 use clap::{Parser, Subcommand};
+use cli::say;
+use cli::score::{Side, Texts, run_diff, run_score};
 use datasets::{FinishReason, Prompt};
-use rollout::convert::{Target, convert};
+use rollout::convert::{Formats, Target, convert};
 use rollout::engine::{Engine, GenerateOptions, GroupRequest, Progress};
 use rollout::model::checkpoint::{Format, Layout, Naming};
 use rollout::model::{LayerKind, Model, ModelConfig, Sizes};
@@ -50,6 +53,31 @@ enum Command {
         #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
         shard_mb: u64,
     },
+    /// Log-probabilities of given texts or tokens, JSON lines in and out
+    Score {
+        /// A checkpoint folder
+        model: PathBuf,
+        #[command(flatten)]
+        texts: Texts,
+    },
+    /// How far two checkpoints are apart on given texts, or one in two formats (`diff M M --a-as bf16 --b-as mxfp4`)
+    Diff {
+        /// A checkpoint folder, whose tokenizer reads the texts
+        a: PathBuf,
+        /// Another, with the same vocabulary
+        b: PathBuf,
+        /// Round A to this format first
+        #[arg(long, value_name = "FORMAT")]
+        a_as: Option<Layout>,
+        /// Round B to this format first
+        #[arg(long, value_name = "FORMAT")]
+        b_as: Option<Layout>,
+        /// With mxfp4: leave all but the routed experts in this instead of FP8 and bf16
+        #[arg(long)]
+        others: Option<Others>,
+        #[command(flatten)]
+        texts: Texts,
+    },
     /// Answer prompts
     Generate {
         /// A checkpoint folder
@@ -82,6 +110,15 @@ enum Others {
     F32,
 }
 
+impl From<Others> for Format {
+    fn from(others: Others) -> Self {
+        match others {
+            Others::Bf16 => Self::Bf16,
+            Others::F32 => Self::F32,
+        }
+    }
+}
+
 /// A number that the kernels can divide logits by.
 fn temperature(text: &str) -> Result<f32, String> {
     let is_usable = |t: &f32| *t == 0.0 || (1e-3..=1e3).contains(t);
@@ -91,12 +128,16 @@ fn temperature(text: &str) -> Result<f32, String> {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Info { model } => info(&model),
+        Command::Score { model, texts } => run_score(&model, &texts),
+        Command::Diff { a, b, a_as, b_as, others, texts } => {
+            let others = others.map(Format::from);
+            let formats = |layout: Option<Layout>| layout.map(|layout| Formats { layout, others });
+            let (a, b) = (Side { dir: &a, formats: formats(a_as) }, Side { dir: &b, formats: formats(b_as) });
+            run_diff(&a, &b, &texts)
+        }
         Command::Convert { from, to, layout, others, naming, shard_mb } => {
-            let others = others.map(|others| match others {
-                Others::Bf16 => Format::Bf16,
-                Others::F32 => Format::F32,
-            });
-            let target = Target { layout, others, naming, shard_bytes: shard_mb as usize * 1_000_000 };
+            let formats = Formats { layout, others: others.map(Format::from) };
+            let target = Target { formats, naming, shard_bytes: shard_mb as usize * 1_000_000 };
             convert(&from, &to, target)
                 .map_err(anyhow::Error::from)
                 .and_then(|done| say(format!("{}: {done}", to.display())))
@@ -183,12 +224,4 @@ fn generate(
         }
     }
     Ok(())
-}
-
-/// Prints a line to stdout. A reader that has gone away (`| head`) is no error; a full disk is.
-fn say(line: String) -> anyhow::Result<()> {
-    match writeln!(std::io::stdout(), "{line}") {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
-        _ => Ok(()),
-    }
 }

@@ -7,7 +7,7 @@ use clap::Parser;
 use trainer::cli::{Cli, Command, Failure, OrBadInput, RecipeArgs, exit, say};
 use trainer::recipe::{Recipe, Task};
 use trainer::setup::{Inputs, Run};
-use trainer::{evaluate, report, run, sft};
+use trainer::{evaluate, report, run, setup, sft};
 
 fn main() -> ExitCode {
     exit(match Cli::parse().into_command() {
@@ -30,6 +30,9 @@ fn with_recipe(
     let recipe = args.load(task)?;
     if args.print_config {
         return say(&recipe.to_toml());
+    }
+    if let (true, Some(preset)) = (args.dry_run, recipe.model.preset()) {
+        return say(&format!("{}\n{}", recipe.to_toml(), setup::preset_plan(&preset)));
     }
     let inputs = Inputs::load(&recipe, task)?;
     if args.dry_run {

@@ -12,7 +12,7 @@ use reward::RewardFn;
 use rollout::engine::Engine;
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::load_weights;
-use rollout::model::{Model, ModelConfig, Weights, to_engine_format};
+use rollout::model::{Model, ModelConfig, Sizes, Weights, to_engine_format};
 use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
@@ -66,6 +66,11 @@ impl Inputs {
         let fresh = if task == Task::Sft { recipe.sft.model.as_deref() } else { None };
         let source = fresh.unwrap_or(&recipe.model.path);
         let key = if fresh.is_some() { "`sft.model`" } else { "`model.path`" };
+        if fresh.is_none() && recipe.model.preset().is_some() {
+            let name = source.display();
+            let error = anyhow::anyhow!("{key}: {name} is built in for --dry-run alone; set it to a checkpoint folder");
+            return Err(Failure::BadInput(error));
+        }
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
         let weights = match fresh {
@@ -161,6 +166,19 @@ impl Inputs {
         }
         lines.join("\n")
     }
+}
+
+/// The sizes of a model that is built in, for `--dry-run`; nothing of it is allocated.
+pub fn preset_plan(config: &ModelConfig) -> String {
+    let sizes = Sizes::new(config);
+    let total = sizes.total().0;
+    let gb = |bytes: usize| format!("{:.1} GB", bytes as f64 / 1e9);
+    format!(
+        "{sizes}training                {} of masters (f32), {} of gradients, {} of moments (AdamW)\n",
+        gb(4 * total),
+        gb(4 * total),
+        gb(8 * total)
+    )
 }
 
 /// Whether fresh weights of this shape, their gradients and their moments have room in the machine's memory.

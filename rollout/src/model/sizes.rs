@@ -144,12 +144,12 @@ impl fmt::Display for Sizes<'_> {
         writeln!(f, "  {:<22}{:>20}{:>20}", "sum", grouped(total), grouped(active))?;
         let of = |kind| self.kinds.iter().find(|size| size.kind == kind).map_or(0, |size| size.total);
         let (mtp, embedding) = (of(MTP), of("embedding"));
-        writeln!(
-            f,
-            "  without {MTP} {}; a token looks one row up in the embedding and multiplies by {}",
-            billions(total - mtp),
-            billions(active - embedding)
-        )?;
+        let without_mtp = match mtp {
+            0 => String::new(),
+            mtp => format!("without {MTP} {}; ", billions(total - mtp)),
+        };
+        let multiplied = billions(active - embedding);
+        writeln!(f, "  {without_mtp}a token looks one row up in the embedding and multiplies by {multiplied}")?;
         writeln!(f, "checkpoint")?;
         for layout in Layout::ALL {
             writeln!(f, "  {:<22}{:>20}", layout.to_string(), bytes(self.checkpoint_bytes(layout)))?;

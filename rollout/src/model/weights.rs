@@ -188,13 +188,25 @@ impl Model {
     /// # Errors
     /// As [`load_weights`](super::checkpoint::load_weights).
     pub fn load(dir: &Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
+        Self::load_as(dir, config, |_, tensor| tensor)
+    }
+
+    /// [`Model::load`] with each parameter passed through `change` first, which keeps its shape.
+    ///
+    /// # Errors
+    /// As [`Model::load`].
+    pub fn load_as(
+        dir: &Path,
+        config: &ModelConfig,
+        change: impl Fn(&str, HostTensor) -> HostTensor,
+    ) -> Result<Self, CheckpointError> {
         let checkpoint = Checkpoint::open(dir)?;
         checkpoint.check_against(config)?;
         let tables: HashSet<String> = config.hash_tables().into_iter().collect();
         Self::pack(config, 0, |name, shape| {
             let tensor = match tables.contains(name) {
                 true => checkpoint.read_table(name, shape, config.n_routed_experts)?,
-                false => engine_tensor(config, name, checkpoint.read(name, shape)?),
+                false => engine_tensor(config, name, change(name, checkpoint.read(name, shape)?)),
             };
             Ok(Cow::Owned(tensor))
         })

@@ -13,6 +13,7 @@ mod tests;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rollout::model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 pub use error::{Origin, RecipeError};
@@ -111,8 +112,16 @@ impl Default for Recipe {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSource {
-    /// A checkpoint folder: `config.json`, `tokenizer.json` and safetensors.
+    /// A checkpoint folder: `config.json`, `tokenizer.json` and safetensors. With `--dry-run` also `v4-flash` or
+    /// `v4-pro`, for the sizes of the published models without their checkpoints.
     pub path: PathBuf,
+}
+
+impl ModelSource {
+    /// The published model that `path` names, where no such folder exists.
+    pub fn preset(&self) -> Option<ModelConfig> {
+        ModelConfig::preset(&self.path.to_string_lossy()).filter(|_| !self.path.exists())
+    }
 }
 
 /// `[prompts]`

@@ -197,7 +197,14 @@ fn write_elements<T: Copy, const N: usize>(
     values: &[T],
     bytes: impl Fn(T) -> [u8; N],
 ) -> std::io::Result<()> {
-    values.iter().try_for_each(|v| file.write_all(&bytes(*v)))
+    // By the chunk: a call for every element costs more than the bytes.
+    let mut buffer = Vec::with_capacity(4096 * N);
+    for chunk in values.chunks(4096) {
+        buffer.clear();
+        buffer.extend(chunk.iter().flat_map(|v| bytes(*v)));
+        file.write_all(&buffer)?;
+    }
+    Ok(())
 }
 
 /// Writes a file so that a reader, or a kill at any instant, sees the old content or the new, never a part.
