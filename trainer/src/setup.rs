@@ -222,8 +222,8 @@ fn read_book(
     }
     let mut tokens: Vec<Arc<[u32]>> = Vec::with_capacity(set.prompts.len());
     for prompt in &set.prompts {
-        let rendered = recipe.prompts.template.replace("{prompt}", &prompt.text);
-        let encoded = tokenizer.encode(&rendered)?;
+        // The template's control tokens are meant; what a data set spells is text.
+        let encoded = tokenizer.encode_marked(&tokenizer.fill_template(&recipe.prompts.template, &prompt.text))?;
         let (len, response, context) =
             (encoded.len(), recipe.rollout.max_response_tokens, config.max_position_embeddings);
         if len.saturating_add(response) > context {
