@@ -2,6 +2,7 @@
 
 mod golden;
 mod formats_golden;
+mod text_golden;
 mod engine_golden;
 mod engine;
 mod program;

@@ -2,6 +2,7 @@
 //! Gets weights from [`model::WeightUpdate`] and nowhere else, and knows neither tch nor rewards.
 #![forbid(unsafe_code)]
 
+pub mod chat;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
