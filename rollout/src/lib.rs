@@ -7,4 +7,5 @@ pub mod engine;
 pub mod kv_cache;
 pub mod model;
 pub mod sampler;
+pub mod stop_tokens;
 pub mod tokenizer;

@@ -13,6 +13,7 @@ use rollout::engine::Engine;
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::load_weights;
 use rollout::model::{Model, ModelConfig, Weights, to_engine_format};
+use rollout::stop_tokens::load_stop_tokens;
 use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
@@ -54,6 +55,7 @@ pub struct Inputs {
     /// Sentences that a person should read before the run.
     pub warnings: Vec<String>,
     tokenizer: Tokenizer,
+    stop_tokens: Vec<u32>,
 }
 
 impl Inputs {
@@ -68,6 +70,8 @@ impl Inputs {
         let key = if fresh.is_some() { "`sft.model`" } else { "`model.path`" };
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
+        let stop_tokens =
+            load_stop_tokens(source, config.eos_token_id, config.vocab_size).context(key).or_bad_input()?;
         let weights = match fresh {
             Some(_) => {
                 fits_in_memory(&config).context(key).or_bad_input()?;
@@ -98,7 +102,7 @@ impl Inputs {
         }
         let rule = built.expect("a task has prompts to train on or held-out ones; the recipe was checked for that");
         let source = source.to_owned();
-        Ok(Self { config, weights, source, prompts, demonstrations, held_out, rule, warnings, tokenizer })
+        Ok(Self { config, weights, source, prompts, demonstrations, held_out, rule, warnings, tokenizer, stop_tokens })
     }
 
     /// The plan of the run for `--dry-run`: parameters, memory, work per step.
@@ -288,7 +292,7 @@ impl<'a> Run<'a> {
         let threads = num_threads(recipe);
         // Our threads each differentiate microbatches of their own; libtorch's would only wait for one another.
         tch::set_num_threads(1);
-        let Inputs { config, weights, source, prompts, held_out, rule, warnings, tokenizer, .. } = inputs;
+        let Inputs { config, weights, source, prompts, held_out, rule, warnings, tokenizer, stop_tokens, .. } = inputs;
         let policy = Policy::from_weights(&config, &weights, Device::Cpu)?;
         let model = Model::new(&config, 0, &to_engine_format(&config, weights));
         let OptimizerConfig::AdamW(optimizer) = &recipe.optimizer;
@@ -314,7 +318,7 @@ impl<'a> Run<'a> {
             prompts,
             held_out,
             rule,
-            engine: Engine::new(model, tokenizer, threads),
+            engine: Engine::new(model, tokenizer, threads).with_stop_tokens(stop_tokens),
             workers: (0..threads).map(|_| policy.share()).collect(),
             policy,
             optimizer,
