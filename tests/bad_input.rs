@@ -130,6 +130,12 @@ fn prompts_that_are_wrong() {
     error: `prompts.path`: home/mine.jsonl: row 0 has 5003 tokens; with up to 12 more it exceeds the model's context of 4096: shorten the prompt or lower `rollout.max_response_tokens`
     exit status 2
     ");
+    // A control token spelled by a data set is read as its twelve letters.
+    let roles = GOOD.replace(r#""pinto", "a"#, &format!(r#""{}", "a"#, "<｜User｜>".repeat(400)));
+    assert_snapshot!(refused_prompts(&roles), @"
+    error: `prompts.path`: home/mine.jsonl: row 0 has 4803 tokens; with up to 12 more it exceeds the model's context of 4096: shorten the prompt or lower `rollout.max_response_tokens`
+    exit status 2
+    ");
 }
 
 /// A copy of the quick start's model in `home/model`.

@@ -105,6 +105,23 @@ fn rollouts_do_not_depend_on_threads_batch_or_company() {
 }
 
 #[test]
+fn a_response_ends_with_the_first_stop_token() {
+    let requests = requests();
+    let free = generate(&engine(1), &requests, &options());
+    let middle = |group: &Group| group.rollouts[0].response_tokens[group.rollouts[0].response_tokens.len() / 2];
+    let stop = [middle(&free[0]), middle(&free[1])];
+    let stopped = generate(&engine(1).with_stop_tokens(stop.to_vec()), &requests, &options());
+    let mut num_stopped = 0;
+    for (long, short) in free.iter().zip(&stopped).flat_map(|(a, b)| a.rollouts.iter().zip(&b.rollouts)) {
+        let Some(end) = long.response_tokens.iter().position(|token| stop.contains(token)) else { continue };
+        assert_eq!(short.response_tokens, long.response_tokens[..=end]);
+        assert_eq!(short.finish_reason, FinishReason::Stop);
+        num_stopped += 1;
+    }
+    assert!(num_stopped >= 2);
+}
+
+#[test]
 fn the_seed_and_the_rollout_id_alone_choose_the_tokens() {
     let engine = engine(1);
     let tokens = |first_rollout_id: u64, group_id: u64, seed: u64| {
@@ -266,7 +283,7 @@ fn tokens_follow_new_weights_and_say_so() {
 }
 
 /// A request that goes on until it is cut: so hot that its end is unlikely, and long.
-fn endless() -> (Vec<GroupRequest>, GenerateOptions) {
+fn free() -> (Vec<GroupRequest>, GenerateOptions) {
     let request = GroupRequest { group_size: 4, ..requests()[2].clone() };
     let options = GenerateOptions {
         sampling: Sampling { temperature: 1000.0, seed: 3 },
@@ -279,7 +296,7 @@ fn endless() -> (Vec<GroupRequest>, GenerateOptions) {
 #[test]
 fn a_running_rollout_goes_on_with_new_weights() {
     let engine = engine(1);
-    let (requests, options) = endless();
+    let (requests, options) = free();
     let progress = Progress::default();
     let groups = std::thread::scope(|scope| {
         let running = scope.spawn(|| engine.generate(&requests, &options, &progress));
@@ -303,7 +320,7 @@ fn a_running_rollout_goes_on_with_new_weights() {
 fn cancelling_ends_generation() {
     for num_threads in [1, 2] {
         let engine = engine(num_threads);
-        let (request, options) = endless();
+        let (request, options) = free();
         let requests: Vec<GroupRequest> = (0..50).flat_map(|_| request.clone()).collect();
         let progress = Progress::default();
         let result = std::thread::scope(|scope| {

@@ -102,15 +102,22 @@ pub enum GenerateError {
 #[derive(Debug)]
 pub struct Engine {
     config: ModelConfig,
+    stop_tokens: Vec<u32>,
     tokenizer: Tokenizer,
     model: RwLock<Arc<Model>>,
     num_threads: usize,
 }
 
 impl Engine {
-    /// An engine over `model` with `num_threads` worker threads.
+    /// An engine over `model` with `num_threads` worker threads; a response ends with `eos_token_id` of its config.
     pub fn new(model: Model, tokenizer: Tokenizer, num_threads: usize) -> Self {
-        Self { config: model.config().clone(), tokenizer, model: RwLock::new(Arc::new(model)), num_threads }
+        let (config, model) = (model.config().clone(), RwLock::new(Arc::new(model)));
+        Self { stop_tokens: config.eos_token_id.ids().to_vec(), config, tokenizer, model, num_threads }
+    }
+
+    /// The same engine, where a response ends with any of `stop_tokens`.
+    pub fn with_stop_tokens(self, stop_tokens: Vec<u32>) -> Self {
+        Self { stop_tokens, ..self }
     }
 
     /// The tokenizer of its model.
@@ -355,7 +362,7 @@ impl<'a> Worker<'a> {
     }
 
     fn finish_reason(&self, rollout: &Decoding) -> Option<FinishReason> {
-        if rollout.tokens.last().is_some_and(|token| self.engine.config.eos_token_id.ids().contains(token)) {
+        if rollout.tokens.last().is_some_and(|token| self.engine.stop_tokens.contains(token)) {
             Some(FinishReason::Stop)
         } else if rollout.tokens.len() >= self.options.max_response_tokens {
             Some(FinishReason::Length)

@@ -2,10 +2,12 @@
 //! Gets weights from [`model::WeightUpdate`] and nowhere else, and knows neither tch nor rewards.
 #![forbid(unsafe_code)]
 
+pub mod chat;
 pub mod engine;
 pub mod kv_cache;
 pub mod model;
 pub mod convert;
 pub mod sampler;
 pub mod score;
+pub mod stop_tokens;
 pub mod tokenizer;

@@ -3,7 +3,7 @@
 
 mod cli;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,11 +12,13 @@ use clap::{Parser, Subcommand};
 use cli::say;
 use cli::score::{Side, Texts, run_diff, run_score};
 use datasets::{FinishReason, Prompt};
+use rollout::chat::{ChatOptions, Message, ThinkingMode, render};
 use rollout::convert::{Formats, Target, convert};
-use rollout::engine::{Engine, GenerateOptions, GroupRequest, Progress};
+use rollout::engine::{Engine, GenerateError, GenerateOptions, GroupRequest, Progress};
 use rollout::model::checkpoint::{Format, Layout, Naming};
 use rollout::model::{LayerKind, Model, ModelConfig, Sizes};
 use rollout::sampler::Sampling;
+use rollout::stop_tokens::load_stop_tokens;
 use rollout::tokenizer::Tokenizer;
 
 /// The Furlong rollout engine
@@ -88,6 +90,12 @@ enum Command {
         /// What the model reads of a prompt
         #[arg(long, default_value = "<｜begin▁of▁sentence｜><｜User｜>{prompt}<｜Assistant｜>")]
         template: String,
+        /// Ask as in a chat: each prompt is a user message in V4's format
+        #[arg(long, conflicts_with = "template")]
+        chat: bool,
+        /// Let the model reason before it answers
+        #[arg(long, requires = "chat")]
+        thinking: bool,
         /// Responses per prompt
         #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
         samples: u32,
@@ -142,13 +150,15 @@ fn main() -> ExitCode {
                 .map_err(anyhow::Error::from)
                 .and_then(|done| say(format!("{}: {done}", to.display())))
         }
-        Command::Generate { model, prompts, template, samples, temperature, max_tokens, seed } => {
+        Command::Generate { model, prompts, template, chat, thinking, samples, temperature, max_tokens, seed } => {
             let options = GenerateOptions {
                 sampling: Sampling { temperature, seed },
                 max_response_tokens: max_tokens as usize,
                 max_batch_rollouts: 256,
             };
-            generate(&model, &prompts, &template, samples as usize, &options)
+            let mode = if thinking { ThinkingMode::Thinking } else { ThinkingMode::Chat };
+            let form = if chat { PromptForm::Chat(mode) } else { PromptForm::Template(template) };
+            generate(&model, &prompts, &form, samples as usize, &options)
         }
     };
     match result {
@@ -189,20 +199,34 @@ fn info(model: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What the model reads of a prompt.
+enum PromptForm {
+    Template(String),
+    Chat(ThinkingMode),
+}
+
 fn generate(
     dir: &Path,
     prompts: &[String],
-    template: &str,
+    form: &PromptForm,
     samples: usize,
     options: &GenerateOptions,
 ) -> anyhow::Result<()> {
     let config = ModelConfig::load(&dir.join("config.json"))?;
     let tokenizer = Tokenizer::load(dir, config.vocab_size)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, threads);
+    let stop_tokens = load_stop_tokens(dir, config.eos_token_id.ids(), config.vocab_size)?;
+    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, threads).with_stop_tokens(stop_tokens);
     let mut requests = Vec::new();
     for (row, text) in prompts.iter().enumerate() {
-        let tokens = engine.tokenizer().encode(&template.replace("{prompt}", text))?;
+        let rendered = match form {
+            PromptForm::Template(template) => engine.tokenizer().fill_template(template, text),
+            PromptForm::Chat(thinking_mode) => {
+                let options = ChatOptions { thinking_mode: *thinking_mode, ..ChatOptions::default() };
+                render(&[Message::user(text.as_str())], &options)?
+            }
+        };
+        let tokens = engine.tokenizer().encode_marked(&rendered)?;
         requests.push(GroupRequest {
             group_id: row as u64,
             first_rollout_id: (row * samples) as u64,
@@ -216,12 +240,38 @@ fn generate(
             prompt_tokens: tokens.into(),
         });
     }
-    for group in engine.generate(&requests, options, &Progress::default())? {
+    let groups = engine.generate(&requests, options, &Progress::default()).map_err(|error| match error {
+        GenerateError::TooLong { row, tokens, response, context } => anyhow::anyhow!(
+            "prompt {row} has {tokens} tokens; with up to {response} more it exceeds the model's context of {context}: \
+             shorten the prompt or lower --max-tokens"
+        ),
+        GenerateError::EmptyPrompt { row } => {
+            anyhow::anyhow!("prompt {row} has no token, expected at least one; give it text, or --template a token")
+        }
+        other => other.into(),
+    })?;
+    let to_terminal = std::io::stdout().is_terminal();
+    for group in groups {
         for rollout in group.rollouts {
             let cut = if rollout.finish_reason == FinishReason::Length { " ..." } else { "" };
             let logprob: f32 = rollout.rollout_logprobs.iter().sum();
-            say(format!("{}{cut}\t(log-probability {logprob:.3})", rollout.response_text))?;
+            let text = if to_terminal { without_control(&rollout.response_text) } else { rollout.response_text };
+            say(format!("{text}{cut}\t(log-probability {logprob:.3})"))?;
         }
     }
     Ok(())
+}
+
+/// `text` with its control characters spelled out, so that what a model says cannot drive a terminal.
+fn without_control(text: &str) -> String {
+    let is_harmless = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
+    text.chars().map(|c| if is_harmless(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_response_cannot_drive_the_terminal() {
+        assert_eq!(super::without_control("é\n\tok\u{1b}[2J\r\u{9b}1m\u{7}"), "é\n\tok\\u{1b}[2J\\r\\u{9b}1m\\u{7}");
+    }
 }

@@ -13,6 +13,7 @@ use rollout::engine::Engine;
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::load_weights;
 use rollout::model::{Model, ModelConfig, Sizes, Weights, to_engine_format};
+use rollout::stop_tokens::load_stop_tokens;
 use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
@@ -54,6 +55,7 @@ pub struct Inputs {
     /// Sentences that a person should read before the run.
     pub warnings: Vec<String>,
     tokenizer: Tokenizer,
+    stop_tokens: Vec<u32>,
 }
 
 impl Inputs {
@@ -73,6 +75,8 @@ impl Inputs {
         }
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
+        let stop_tokens =
+            load_stop_tokens(source, config.eos_token_id.ids(), config.vocab_size).context(key).or_bad_input()?;
         let weights = match fresh {
             Some(_) => {
                 fits_in_memory(&config).context(key).or_bad_input()?;
@@ -103,7 +107,7 @@ impl Inputs {
         }
         let rule = built.expect("a task has prompts to train on or held-out ones; the recipe was checked for that");
         let source = source.to_owned();
-        Ok(Self { config, weights, source, prompts, demonstrations, held_out, rule, warnings, tokenizer })
+        Ok(Self { config, weights, source, prompts, demonstrations, held_out, rule, warnings, tokenizer, stop_tokens })
     }
 
     /// The plan of the run for `--dry-run`: parameters, memory, work per step.
@@ -240,8 +244,8 @@ fn read_book(
     }
     let mut tokens: Vec<Arc<[u32]>> = Vec::with_capacity(set.prompts.len());
     for prompt in &set.prompts {
-        let rendered = recipe.prompts.template.replace("{prompt}", &prompt.text);
-        let encoded = tokenizer.encode(&rendered)?;
+        // The template's control tokens are meant; what a data set spells is text.
+        let encoded = tokenizer.encode_marked(&tokenizer.fill_template(&recipe.prompts.template, &prompt.text))?;
         let (len, response, context) =
             (encoded.len(), recipe.rollout.max_response_tokens, config.max_position_embeddings);
         if len.saturating_add(response) > context {
@@ -306,7 +310,7 @@ impl<'a> Run<'a> {
         let threads = num_threads(recipe);
         // Our threads each differentiate microbatches of their own; libtorch's would only wait for one another.
         tch::set_num_threads(1);
-        let Inputs { config, weights, source, prompts, held_out, rule, warnings, tokenizer, .. } = inputs;
+        let Inputs { config, weights, source, prompts, held_out, rule, warnings, tokenizer, stop_tokens, .. } = inputs;
         let policy = Policy::from_weights(&config, &weights, Device::Cpu)?;
         let model = Model::new(&config, 0, &to_engine_format(&config, weights));
         let OptimizerConfig::AdamW(optimizer) = &recipe.optimizer;
@@ -332,7 +336,7 @@ impl<'a> Run<'a> {
             prompts,
             held_out,
             rule,
-            engine: Engine::new(model, tokenizer, threads),
+            engine: Engine::new(model, tokenizer, threads).with_stop_tokens(stop_tokens),
             workers: (0..threads).map(|_| policy.share()).collect(),
             policy,
             optimizer,
