@@ -185,7 +185,7 @@ fn golden_rollouts_equal_a_prefill_of_their_tokens_bit_for_bit() {
             let mut cache = KvCache::new(config);
             let mut out = ForwardOutput::default();
             let segment = Segment { cache: &mut cache, tokens: &fed, all_logits: true };
-            model.forward(&mut [segment], &mut Workspace::default(), &mut out, false);
+            model.forward(&mut [segment], &mut Workspace::default(), &mut out, None);
             assert_eq!(out.expert_idx, rollout.routing.expert_idx);
             assert_eq!(out.block_idx, rollout.indexer.block_idx);
             let rows = out.logits.chunks_exact_mut(config.vocab_size).skip(n - 1);

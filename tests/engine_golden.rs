@@ -1,121 +1,223 @@
-//! The engine's forward against the recorded cases, and against itself: decode, chunks and batches give the same bits.
+//! The engine's forward against the recorded cases, op by op, and against itself: decode, chunks and batches give the
+//! same bits.
 
 use rollout::kv_cache::KvCache;
-use rollout::model::{ForwardOutput, Model, Segment, Workspace};
+use rollout::model::{ForwardOutput, LayerKind, Model, Segment, Trace, Values, Workspace};
 
-use crate::golden::{Case, cases, chosen, max_abs_diff};
+use crate::golden::{Case, Recorded, cases, check_traces};
 
-const LOGITS_TOLERANCE: f32 = 2e-4;
-
-fn run(model: &Model, sequences: &[Vec<u32>], trace: bool) -> ForwardOutput {
-    let mut caches: Vec<KvCache> = sequences.iter().map(|_| KvCache::new(model.config())).collect();
+/// A forward pass over whole sequences, multi-token prediction behind it where the model has it: every op.
+fn run(model: &Model, sequences: &[Vec<u32>]) -> Trace {
+    let config = model.config();
+    let (mut workspace, mut out, mut trace) = (Workspace::default(), ForwardOutput::default(), Trace::default());
+    let mut caches: Vec<KvCache> = sequences.iter().map(|_| KvCache::new(config)).collect();
     let mut segments: Vec<Segment<'_>> =
         caches.iter_mut().zip(sequences).map(|(cache, tokens)| Segment { cache, tokens, all_logits: true }).collect();
-    let mut out = ForwardOutput::default();
-    model.forward(&mut segments, &mut Workspace::default(), &mut out, trace);
-    out
+    model.forward(&mut segments, &mut workspace, &mut out, Some(&mut trace));
+    if config.has_mtp() {
+        // Every position but a sequence's last has a next token.
+        let row = config.hc_mult * config.hidden_size;
+        let mut streams = workspace.streams().to_vec();
+        let mut at = 0;
+        for tokens in sequences {
+            at += tokens.len() - 1;
+            streams.drain(at * row..(at + 1) * row);
+        }
+        for (segment, tokens) in segments.iter_mut().zip(sequences) {
+            segment.tokens = &tokens[1..];
+        }
+        model.forward_mtp(&streams, &mut segments, &mut workspace, &mut out, Some(&mut trace));
+    }
+    trace
 }
 
-/// Logits of all positions when the sequence is fed in chunks of the given sizes.
-fn chunked(model: &Model, tokens: &[u32], sizes: &[usize]) -> Vec<f32> {
+/// Logits of all positions when the sequence is fed in chunks of the given sizes, then those of multi-token prediction
+/// where the model has it (all positions but the last).
+fn chunked(model: &Model, tokens: &[u32], sizes: &[usize]) -> (Vec<f32>, Vec<f32>) {
     let mut cache = KvCache::new(model.config());
-    let (mut out, mut ws, mut logits, mut from) = (ForwardOutput::default(), Workspace::default(), vec![], 0);
+    let (mut out, mut ws) = (ForwardOutput::default(), Workspace::default());
+    let (mut logits, mut mtp_logits, mut from) = (vec![], vec![], 0);
     for &size in sizes {
-        let tokens = &tokens[from..from + size];
-        model.forward(&mut [Segment { cache: &mut cache, tokens, all_logits: true }], &mut ws, &mut out, false);
+        let chunk = from..from + size;
+        let segment = Segment { cache: &mut cache, tokens: &tokens[chunk.clone()], all_logits: true };
+        model.forward(&mut [segment], &mut ws, &mut out, None);
         logits.extend_from_slice(&out.logits);
+        let next = &tokens[chunk.start + 1..(chunk.end + 1).min(tokens.len())];
+        if model.config().has_mtp() && !next.is_empty() {
+            let streams = ws.streams()[..next.len() * model.config().hc_mult * model.config().hidden_size].to_vec();
+            let segment = Segment { cache: &mut cache, tokens: next, all_logits: true };
+            model.forward_mtp(&streams, &mut [segment], &mut ws, &mut out, None);
+            mtp_logits.extend_from_slice(&out.logits);
+        }
         from += size;
     }
-    logits
-}
-
-fn check_runs(case: &Case, model: &Model) {
-    let config = &case.config;
-    let runs = case.files("run_");
-    assert!(!runs.is_empty(), "{}: no run_*.safetensors", case.name);
-    for recorded in runs {
-        let sequences = recorded.input_ids();
-        let num_rows: usize = sequences.iter().map(Vec::len).sum();
-        let out = run(model, &sequences, true);
-        let at = format!("{} {}", case.name, recorded.path.file_name().unwrap_or_default().to_string_lossy());
-        // Layer by layer first, so that a failure names the first one that differs.
-        let (layers, k) = (config.num_hidden_layers, config.num_experts_per_tok);
-        let num_csa = config.csa_layers().count();
-        for layer in 0..layers {
-            if let Some((_, want)) = recorded.i32(&format!("layers.{layer}.router.experts")) {
-                for (r, want) in want.chunks_exact(k).enumerate() {
-                    let got = &out.expert_idx[(r * layers + layer) * k..][..k];
-                    assert_eq!(chosen(got), chosen(want), "{at}: experts of layer {layer}, row {r}");
-                }
-            }
-            let csa = config.csa_layers().position(|l| l == layer);
-            if let (Some(csa), Some((shape, want))) = (csa, recorded.i32(&format!("layers.{layer}.indexer.topk"))) {
-                let top_k = config.index_topk;
-                for (r, want) in want.chunks_exact(shape[2]).enumerate() {
-                    let got = &out.block_idx[(r * num_csa + csa) * top_k..][..top_k];
-                    assert_eq!(chosen(got), chosen(want), "{at}: indexer of layer {layer}, row {r}");
-                }
-            }
-            if let Some((shape, want)) = recorded.f32(&format!("layers.{layer}.streams_out"))
-                && shape[0] * shape[1] == num_rows
-            {
-                let size = want.len();
-                let diff = max_abs_diff(&out.streams[layer * size..][..size], &want);
-                assert!(diff < LOGITS_TOLERANCE, "{at}: streams after layer {layer} differ by {diff}");
-            }
-        }
-        let (_, want) = recorded.f32("logits").expect("every run records logits");
-        let diff = max_abs_diff(&out.logits, &want);
-        println!("{at}: largest logit difference {diff:.2e}");
-        assert!(diff < LOGITS_TOLERANCE, "{at}: logits differ by {diff}");
-    }
+    (logits, mtp_logits)
 }
 
 #[test]
 fn golden_v4_engine_matches_the_reference() {
     for case in cases() {
-        check_runs(&case, &Model::new(&case.config, 0, &case.weights));
+        let model = Model::load(&case.dir, &case.config).unwrap_or_else(|e| panic!("{e}"));
+        let runs = case.files("run_");
+        assert!(!runs.is_empty(), "{}: no run_*.safetensors", case.name);
+        for recorded in runs {
+            recorded.check(&format!("engine {}", case.name), run(&model, &recorded.input_ids()));
+        }
     }
+}
+
+/// The run of `case` that has `len` tokens in one sequence.
+fn sequence_of(case: &Case, recorded: &Recorded, len: usize) -> Vec<u32> {
+    std::iter::once(recorded.input_ids())
+        .chain(case.files("run_").iter().map(Recorded::input_ids))
+        .find(|sequences| sequences.len() == 1 && sequences[0].len() == len)
+        .unwrap_or_else(|| panic!("{}: no sequence of {len} tokens, which the chunks sum up to", case.name))
+        .swap_remove(0)
 }
 
 #[test]
 fn golden_v4_engine_decode_matches_the_reference() {
     for case in cases() {
-        let model = Model::new(&case.config, 0, &case.weights);
+        let model = Model::load(&case.dir, &case.config).unwrap_or_else(|e| panic!("{e}"));
+        let vocab = case.config.vocab_size;
         for recorded in case.files("decode_") {
             let tokens = &recorded.input_ids()[0];
-            let (_, prefill) = recorded.f32("prefill_logits").expect("decode files record prefill_logits");
-            let (_, decode) = recorded.f32("decode_logits").expect("decode files record decode_logits");
-            let vocab = case.config.vocab_size;
-            let split = tokens.len() - decode.len() / vocab;
-            let mut sizes = vec![split];
-            sizes.resize(1 + tokens.len() - split, 1);
-            let logits = chunked(&model, tokens, &sizes);
-            let diff = max_abs_diff(&logits[(split - 1) * vocab..split * vocab], &prefill)
-                .max(max_abs_diff(&logits[split * vocab..], &decode));
-            println!("{}: decode from {split} differs by {diff:.2e}", case.name);
-            assert!(diff < LOGITS_TOLERANCE, "{}: decode logits differ by {diff}", case.name);
+            let number = |name: &str| recorded.f32(name).unwrap_or_else(|| panic!("{name} is not recorded")).1;
+            let split = tokens.len() - number("decode_logits").len() / vocab;
+            // Prefill, then a token at a time, with all that each step chose.
+            let mut cache = KvCache::new(&case.config);
+            let (mut out, mut ws) = (ForwardOutput::default(), Workspace::default());
+            let segment = Segment { cache: &mut cache, tokens: &tokens[..split], all_logits: false };
+            model.forward(&mut [segment], &mut ws, &mut out, None);
+            let mut got = Trace::default();
+            got.numbers("prefill_logits", out.logits.clone());
+            check_cache(&case, split, &cache);
+            let mut logits = Vec::new();
+            let mut picks: Vec<(String, Vec<Vec<u32>>)> = Vec::new();
+            for token in &tokens[split..] {
+                let mut trace = Trace::default();
+                let segment = Segment { cache: &mut cache, tokens: &[*token], all_logits: true };
+                model.forward(&mut [segment], &mut ws, &mut out, Some(&mut trace));
+                logits.extend_from_slice(&out.logits);
+                for (name, values) in trace.ops() {
+                    let Values::Choices(rows) = values else { continue };
+                    match picks.iter_mut().find(|(op, _)| op == name) {
+                        Some((_, all)) => all.extend(rows.clone()),
+                        None => picks.push((name.clone(), rows.clone())),
+                    }
+                }
+            }
+            for (name, rows) in picks {
+                got.choices(name, rows);
+            }
+            got.numbers("decode_logits", logits);
+            let (_, sizes) = recorded.i32("chunk_sizes").expect("chunk_sizes are recorded");
+            let sizes: Vec<usize> = sizes.iter().map(|&size| size as usize).collect();
+            let sequence = sequence_of(&case, &recorded, sizes.iter().sum());
+            let (logits, _) = chunked(&model, &sequence, &sizes);
+            let mut ends = sizes.iter().scan(0, |end, size| {
+                *end += size;
+                Some(*end)
+            });
+            let last = ends.by_ref().flat_map(|end| &logits[(end - 1) * vocab..end * vocab]).copied().collect();
+            got.numbers("chunked_last_logits", last);
+            check_traces(&format!("engine {} {}", case.name, recorded.name()), &got, &recorded.decode_trace());
         }
+    }
+}
+
+/// What the cache keeps after a prefill of `len` tokens, against the reference's.
+fn check_cache(case: &Case, len: usize, cache: &KvCache) {
+    for recorded in case.files(&format!("cache_after_prefill_{len}.")) {
+        let mut want = Trace::default();
+        for name in recorded.names() {
+            let (shape, mut values) = recorded.f32(&name).expect("a cache holds numbers");
+            // The reference keeps the open block's gates without the position bias, the engine with it.
+            if let Some(prefix) = name.strip_suffix(".buffer_gate") {
+                let parts: Vec<&str> = prefix.split('.').collect();
+                let at = if parts[2] == "indexer" { "attn.indexer.compressor" } else { "attn.compressor" };
+                let bias = case.weights[&format!("layers.{}.{at}.ape", parts[1])].as_f32();
+                // The open block's rows are the first of a block.
+                assert!(values.len() <= bias.len(), "{name}: {shape:?}");
+                values.iter_mut().zip(bias).for_each(|(gate, bias)| *gate += bias);
+            }
+            want.numbers(name, values);
+        }
+        check_traces(&format!("engine {} {}", case.name, recorded.name()), &cache.trace(), &want);
     }
 }
 
 #[test]
 fn golden_v4_engine_gives_the_same_bits_however_it_is_fed() {
     for case in cases() {
-        let model = Model::new(&case.config, 0, &case.weights);
+        let model = Model::load(&case.dir, &case.config).unwrap_or_else(|e| panic!("{e}"));
         for recorded in case.files("run_") {
             let sequences = recorded.input_ids();
-            let together = run(&model, &sequences, false).logits;
-            let mut alone = Vec::new();
+            let together = run(&model, &sequences);
+            let (mut alone, mut mtp_alone) = (Vec::new(), Vec::new());
             for (s, tokens) in sequences.iter().enumerate() {
                 let n = tokens.len();
                 let one_by_one = chunked(&model, tokens, &vec![1; n]);
                 for split in [1, n / 3, n / 2, n - 1] {
                     assert!(one_by_one == chunked(&model, tokens, &[split, n - split]), "{} {s} {split}", case.name);
+                    let mut sizes = vec![split, 1, 1];
+                    sizes.push(n.saturating_sub(split + 2));
+                    if sizes.iter().sum::<usize>() == n && sizes[3] > 0 {
+                        assert!(one_by_one == chunked(&model, tokens, &sizes), "{} {s} {sizes:?}", case.name);
+                    }
                 }
-                alone.extend(one_by_one);
+                alone.extend(one_by_one.0);
+                mtp_alone.extend(one_by_one.1);
             }
-            assert!(alone == together, "{}: a sequence alone and in a batch differ", case.name);
+            let same = |name: &str, alone: &[f32]| {
+                assert!(
+                    alone == together.numbers_of(name),
+                    "{}: {name} of a sequence alone and in a batch differ",
+                    case.name
+                );
+            };
+            same("logits", &alone);
+            if case.config.has_mtp() {
+                same("mtp.logits", &mtp_alone);
+            }
         }
     }
+}
+
+#[test]
+fn golden_v4_a_forked_cache_goes_its_own_way() {
+    for case in cases() {
+        let model = Model::load(&case.dir, &case.config).unwrap_or_else(|e| panic!("{e}"));
+        let (tokens, vocab) = (&case.files("run_")[0].input_ids()[0], case.config.vocab_size as u32);
+        let (mut ws, mut out) = (Workspace::default(), ForwardOutput::default());
+        let mut feed = |cache: &mut KvCache, tokens: &[u32]| {
+            model.forward(&mut [Segment { cache, tokens, all_logits: true }], &mut ws, &mut out, None);
+            out.logits.clone()
+        };
+        for split in [1, tokens.len() / 2, tokens.len() - 1] {
+            let mut trunk = KvCache::new(&case.config);
+            feed(&mut trunk, &tokens[..split]);
+            let mut fork = trunk.clone();
+            let other: Vec<u32> = tokens[split..].iter().map(|token| (token + 1) % vocab).collect();
+            let diverged = feed(&mut fork, &other);
+            // Neither sees the other: both are what a sequence of its own gives.
+            let kept = feed(&mut trunk, &tokens[split..]);
+            let whole = |suffix: &[u32]| {
+                let tokens: Vec<u32> = tokens[..split].iter().chain(suffix).copied().collect();
+                chunked(&model, &tokens, &[tokens.len()]).0[split * vocab as usize..].to_vec()
+            };
+            assert!(kept == whole(&tokens[split..]), "{} {split}", case.name);
+            assert!(diverged == whole(&other), "{} {split}", case.name);
+        }
+    }
+}
+
+#[test]
+fn golden_v4_every_kind_of_layer_is_in_some_case() {
+    let has = |wanted: fn(LayerKind) -> bool| {
+        cases().iter().any(|case| (0..case.config.num_hidden_layers).any(|l| wanted(case.config.layer_kind(l))))
+    };
+    assert!(has(|kind| kind == LayerKind::Window));
+    assert!(has(|kind| kind == LayerKind::Csa));
+    assert!(has(|kind| matches!(kind, LayerKind::Hca { .. })));
 }

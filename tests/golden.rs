@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use rollout::model::{ModelConfig, Weights, checkpoint::load_weights};
+use rollout::model::checkpoint::load_weights;
+use rollout::model::{CSA_RATIO, Difference, Extent, ModelConfig, Trace, Values, Weights, compare};
 use safetensors::{Dtype, SafeTensors};
 
 /// One folder with `config.json`, `model.safetensors` and recorded results.
@@ -81,11 +82,10 @@ impl Recorded {
         SafeTensors::deserialize(&self.bytes).unwrap_or_else(|e| panic!("{}: {e}", self.path.display()))
     }
 
-    /// A tensor of floats with its shape, if it was recorded.
+    /// A tensor of floats with its shape, if it was recorded and is one.
     pub fn f32(&self, name: &str) -> Option<(Vec<usize>, Vec<f32>)> {
         let file = self.tensors();
-        let view = file.tensor(name).ok()?;
-        assert_eq!(view.dtype(), Dtype::F32, "{name}");
+        let view = file.tensor(name).ok().filter(|view| view.dtype() == Dtype::F32)?;
         Some((view.shape().to_vec(), view.data().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()))
     }
 
@@ -102,6 +102,127 @@ impl Recorded {
         let (shape, ids) = self.i32("input_ids").expect("every run records input_ids");
         ids.chunks_exact(shape[1]).map(|row| row.iter().map(|&id| id as u32).collect()).collect()
     }
+}
+
+/// Absolute, in f32: logits and every op before them (v4/SPEC section 15).
+pub const TOLERANCE: f32 = 2e-4;
+
+/// Keys that are no op: inputs, and the run with rounded activations, which has a test of its own.
+fn is_op(name: &str) -> bool {
+    !["input_ids", "kept_positions"].contains(&name) && !name.starts_with("deploy.")
+}
+
+impl Recorded {
+    /// Its name, for messages.
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// Every op that was recorded, as a trace holds it.
+    pub fn trace(&self) -> Trace {
+        let mut trace = Trace::default();
+        let len = self.input_ids()[0].len();
+        for name in self.names().into_iter().filter(|name| is_op(name)) {
+            if name.ends_with(".router.experts") || name.ends_with(".indexer.topk") {
+                let (shape, slots) = self.i32(&name).expect("choices are integers");
+                let width = shape[shape.len() - 1].max(1);
+                trace.choices(name, slots.chunks_exact(width).map(chosen));
+                continue;
+            }
+            let (shape, values) = self.f32(&name).unwrap_or_else(|| panic!("{name} holds no numbers"));
+            let width = shape[shape.len() - 1];
+            let values = if let Some(layer) = name.strip_suffix(".router.weights") {
+                // Recorded in the order in which the experts were chosen; told in that of the experts.
+                let (_, experts) = self.i32(&format!("{layer}.router.experts")).expect("weights come with experts");
+                let rows = values.chunks_exact(width).zip(experts.chunks_exact(width));
+                rows.flat_map(|(weights, experts)| {
+                    let mut pairs: Vec<(i32, f32)> = experts.iter().copied().zip(weights.iter().copied()).collect();
+                    pairs.sort_by_key(|(expert, _)| *expert);
+                    pairs.into_iter().map(|(_, weight)| weight)
+                })
+                .collect()
+            } else if name.ends_with(".indexer.scores") {
+                // Of all blocks; a row may see those that are complete by its token.
+                let rows = values.chunks_exact(width).enumerate();
+                rows.flat_map(|(row, scores)| scores[..(row % len + 1) / CSA_RATIO].to_vec()).collect()
+            } else {
+                values
+            };
+            trace.numbers(name, values);
+        }
+        trace
+    }
+
+    /// What a `decode_*` file recorded: logits of the prefill's last token, of every step and of every chunk's last
+    /// token, and the choices of every step.
+    pub fn decode_trace(&self) -> Trace {
+        let mut trace = Trace::default();
+        for name in self.names() {
+            if let Some((_, values)) = self.f32(&name).filter(|_| name.ends_with("_logits")) {
+                trace.numbers(name, values);
+            } else if name.contains(".router.") || name.contains(".indexer.") {
+                let (shape, slots) = self.i32(&name).expect("choices are integers");
+                trace.choices(name, slots.chunks_exact(shape[shape.len() - 1]).map(chosen));
+            } else {
+                assert!(["input_ids", "chunk_sizes"].contains(&name.as_str()), "{}: what is {name}?", self.name());
+            }
+        }
+        trace
+    }
+
+    /// Of a trace of this run, what was recorded of it: long runs keep the streams of some positions only.
+    fn kept(&self, got: Trace) -> Trace {
+        let Some((_, kept)) = self.i32("kept_positions") else { return got };
+        let sequences = self.input_ids();
+        let (len, num_rows) = (sequences[0].len(), sequences.len() * sequences[0].len());
+        let mut trace = Trace::default();
+        for (name, values) in got.ops() {
+            match values {
+                Values::Numbers(values) if name.ends_with(".streams_out") => {
+                    let width = values.len() / num_rows;
+                    let rows = (0..sequences.len()).flat_map(|b| kept.iter().map(move |&p| b * len + p as usize));
+                    trace.numbers(name, rows.flat_map(|row| &values[row * width..][..width]).copied().collect());
+                }
+                Values::Numbers(values) => trace.numbers(name, values.clone()),
+                Values::Choices(rows) => trace.choices(name, rows.clone()),
+            }
+        }
+        trace
+    }
+
+    /// Holds a forward pass over this run's sequences against what was recorded, and prints the largest difference.
+    ///
+    /// # Panics
+    /// With the first op that differs, in the order of computation.
+    #[track_caller]
+    pub fn check(&self, at: &str, got: Trace) {
+        let (got, want) = (self.kept(got), self.trace());
+        check_traces(&format!("{at} {}", self.name()), &got, &want);
+    }
+}
+
+/// Fails with the first op of `want` that `got` has otherwise, and prints the largest difference.
+#[track_caller]
+pub fn check_traces(at: &str, got: &Trace, want: &Trace) {
+    let differences = compare(got, want);
+    assert!(!differences.is_empty(), "{at}: nothing was recorded");
+    if let Some(first) = differences.iter().find(|d| !d.extent.is_within(TOLERANCE)) {
+        let rest = differences.iter().filter(|d| !d.extent.is_within(TOLERANCE)).count() - 1;
+        panic!("{at}: {first}; {rest} more ops of {} differ after it", differences.len());
+    }
+    let size = |d: &&Difference| match d.extent {
+        Extent::Numbers { max_abs, .. } => max_abs,
+        _ => 0.0,
+    };
+    let logits = differences.iter().filter(|d| d.name.ends_with("logits") && !d.name.contains("router"));
+    let logits = logits.map(|d| size(&d)).fold(0.0, f32::max);
+    let largest = differences.iter().max_by(|a, b| size(a).total_cmp(&size(b))).expect("there is one");
+    println!(
+        "{at:<44} {:>3} ops, logits {logits:.1e}, largest {:.1e} ({})",
+        differences.len(),
+        size(&largest),
+        largest.name
+    );
 }
 
 /// The largest absolute difference.

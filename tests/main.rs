@@ -6,6 +6,7 @@ mod convert;
 mod score;
 mod text_golden;
 mod engine_golden;
+mod policy_golden;
 mod engine;
 mod program;
 mod bad_input;

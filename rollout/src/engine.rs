@@ -286,7 +286,7 @@ impl<'a> Worker<'a> {
         let (mut expert_idx, mut block_idx) = (Vec::new(), Vec::new());
         for tokens in request.prompt_tokens.chunks(PREFILL_CHUNK) {
             let segment = Segment { cache: &mut cache, tokens, all_logits: false };
-            model.forward(&mut [segment], &mut self.workspace, &mut self.output, false);
+            model.forward(&mut [segment], &mut self.workspace, &mut self.output, None);
             expert_idx.extend_from_slice(&self.output.expert_idx);
             block_idx.extend_from_slice(&self.output.block_idx);
         }
@@ -327,7 +327,7 @@ impl<'a> Worker<'a> {
                 all_logits: false,
             })
             .collect();
-        model.forward(&mut segments, &mut self.workspace, &mut self.output, false);
+        model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
         let mut logits = std::mem::take(&mut self.output.logits);
         let config = &self.engine.config;
         let experts = config.num_hidden_layers * config.num_experts_per_tok;

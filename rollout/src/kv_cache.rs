@@ -4,13 +4,16 @@
 
 use kernels::compressor::pool;
 
-use crate::model::{CSA_RATIO, LayerKind, ModelConfig};
+use crate::model::{CSA_RATIO, LayerKind, ModelConfig, Trace};
 
 /// The state of one sequence after `len` tokens.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     /// Tokens that went through the model.
     pub len: usize,
+    /// Tokens that went through its multi-token-prediction block: at most `len`, each with the one after it.
+    pub mtp_len: usize,
+    /// Of each layer, and of the multi-token-prediction block, if there is one.
     pub(crate) layers: Vec<LayerCache>,
 }
 
@@ -54,7 +57,8 @@ struct Rows {
 impl KvCache {
     /// An empty sequence.
     pub fn new(config: &ModelConfig) -> Self {
-        let layers = (0..config.num_hidden_layers).map(|i| {
+        let num_blocks = config.num_hidden_layers + config.num_nextn_predict_layers;
+        let layers = (0..num_blocks).map(|i| {
             let kind = config.layer_kind(i);
             let compressor = |width, ratio| CompressorCache {
                 width,
@@ -75,7 +79,33 @@ impl KvCache {
                 indexer: (kind == LayerKind::Csa).then(|| compressor(config.index_head_dim, CSA_RATIO)),
             }
         });
-        Self { len: 0, layers: layers.collect() }
+        Self { len: 0, mtp_len: 0, layers: layers.collect() }
+    }
+
+    /// What is kept, under the names of golden cases: `layers.i.window_kv` (what the next query sees of the past),
+    /// `layers.i.compressor.compressed_kv`, of the open block `buffer_kv` and `buffer_gate` (position bias included),
+    /// of the block before `overlap_kv` and `overlap_gate`; the same for `layers.i.indexer`.
+    pub fn trace(&self) -> Trace {
+        let mut trace = Trace::default();
+        for (i, layer) in self.layers.iter().enumerate() {
+            let window = &layer.window;
+            let seen = window.window.saturating_sub(1) * window.width;
+            let rows = &window.rows[window.rows.len().saturating_sub(seen)..];
+            trace.numbers(format!("layers.{i}.window_kv"), rows.to_vec());
+            for (name, cache) in [("compressor", &layer.compressor), ("indexer", &layer.indexer)] {
+                let Some(cache) = cache else { continue };
+                for (part, values) in [
+                    ("compressed_kv", &cache.entries),
+                    ("buffer_kv", &cache.pending.kv),
+                    ("buffer_gate", &cache.pending.gate),
+                    ("overlap_kv", &cache.previous.kv),
+                    ("overlap_gate", &cache.previous.gate),
+                ] {
+                    trace.numbers(format!("layers.{i}.{name}.{part}"), values.clone());
+                }
+            }
+        }
+        trace
     }
 
     /// Bytes that a sequence of `len` tokens keeps at most.

@@ -168,7 +168,7 @@ fn walk<const M: usize>(
     for (chunk_idx, chunk) in inputs.chunks(CHUNK).enumerate() {
         for ((model, cache), out) in models.iter().zip(&mut caches).zip(&mut outputs) {
             let segment = Segment { cache, tokens: chunk, all_logits: true };
-            model.forward(&mut [segment], &mut workspace, out, false);
+            model.forward(&mut [segment], &mut workspace, out, None);
         }
         let mut rows = outputs.each_mut().map(|out| out.logits.chunks_exact_mut(vocab_size));
         for row in 0..chunk.len() {

@@ -147,6 +147,18 @@ pub fn pack(samples: &[Sample], config: &PackConfig) -> Vec<Microbatch> {
 }
 
 impl Microbatch {
+    /// Where multi-token prediction is trained, `[B, L]`: at positions whose target is followed, within the sample, by
+    /// one that is trained on.
+    pub fn mtp_mask(&self) -> Vec<bool> {
+        let mut mask = vec![false; self.loss_mask.len()];
+        for segment in &self.segments {
+            let from = segment.row * self.row_len + segment.start;
+            let last = from + segment.len - 1;
+            mask[from..last].copy_from_slice(&self.loss_mask[from + 1..=last]);
+        }
+        mask
+    }
+
     /// Lays the samples of `rows` (indices into `samples`) out side by side.
     fn new<'a>(samples: &[Sample], rows: impl Iterator<Item = &'a [usize]>) -> Self {
         let mut segments = Vec::new();

@@ -19,7 +19,7 @@ use tch::Device;
 
 use crate::cli::{Failure, OrBadInput};
 use crate::optimizer::AdamW;
-use crate::policy::{Policy, initial_weights};
+use crate::policy::{Frozen, Policy, initial_weights};
 use crate::recipe::{OptimizerConfig, Recipe, RewardConfig, Task};
 use crate::sft::demonstrations;
 use crate::tracking::{Console, Header, Metrics, MetricsFile, RunDir, Summary, Tracker};
@@ -42,6 +42,8 @@ pub struct Inputs {
     pub config: ModelConfig,
     /// Its masters.
     pub weights: Weights,
+    /// Which of them training leaves alone.
+    pub frozen: Frozen,
     /// Where they and the tokenizer came from.
     pub source: PathBuf,
     /// Prompts to train on; `None` for an evaluation.
@@ -74,6 +76,7 @@ impl Inputs {
             return Err(Failure::BadInput(error));
         }
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
+        let frozen = Frozen::new(&recipe.train.frozen, recipe.train.mtp_loss_weight, &config).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
         let stop_tokens =
             load_stop_tokens(source, config.eos_token_id.ids(), config.vocab_size).context(key).or_bad_input()?;
@@ -107,7 +110,19 @@ impl Inputs {
         }
         let rule = built.expect("a task has prompts to train on or held-out ones; the recipe was checked for that");
         let source = source.to_owned();
-        Ok(Self { config, weights, source, prompts, demonstrations, held_out, rule, warnings, tokenizer, stop_tokens })
+        Ok(Self {
+            config,
+            weights,
+            frozen,
+            source,
+            prompts,
+            demonstrations,
+            held_out,
+            rule,
+            warnings,
+            tokenizer,
+            stop_tokens,
+        })
     }
 
     /// The plan of the run for `--dry-run`: parameters, memory, work per step.
@@ -138,8 +153,21 @@ impl Inputs {
             ),
         ];
         if task != Task::Eval {
+            let never = |name: &str| name.ends_with(".ffn.gate.bias") || name.contains(".attn.indexer.");
+            let is_frozen = |name: &str| never(name) || self.frozen.contains(name);
+            let parameters = self.config.parameters();
+            let frozen = parameters.iter().filter(|(name, _)| is_frozen(name));
+            let frozen: usize = frozen.map(|(_, shape)| shape.iter().product::<usize>()).sum();
+            lines.insert(1, format!("training     {} parameters, {frozen} are frozen", total - frozen));
             let activations = recipe.pack.microbatch_tokens * activation_bytes_per_token(&self.config, context);
-            lines.insert(2, format!("optimizer    {} of gradients, {} of moments", mib(4 * total), mib(8 * total)));
+            lines.insert(
+                3,
+                format!(
+                    "optimizer    {} of gradients, {} of moments",
+                    mib(4 * (total - frozen)),
+                    mib(8 * (total - frozen))
+                ),
+            );
             lines.push(format!(
                 "activations  about {} for each of {} microbatches under way, of {} tokens",
                 mib(activations),
@@ -310,8 +338,10 @@ impl<'a> Run<'a> {
         let threads = num_threads(recipe);
         // Our threads each differentiate microbatches of their own; libtorch's would only wait for one another.
         tch::set_num_threads(1);
-        let Inputs { config, weights, source, prompts, held_out, rule, warnings, tokenizer, stop_tokens, .. } = inputs;
-        let policy = Policy::from_weights(&config, &weights, Device::Cpu)?;
+        let Inputs {
+            config, weights, frozen, source, prompts, held_out, rule, warnings, tokenizer, stop_tokens, ..
+        } = inputs;
+        let policy = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| frozen.contains(name))?;
         let model = Model::new(&config, 0, &to_engine_format(&config, weights));
         let OptimizerConfig::AdamW(optimizer) = &recipe.optimizer;
         let optimizer = AdamW::new(optimizer, &policy);

@@ -35,15 +35,17 @@ pub fn sft(recipe: &Recipe, recipe_files: &str, mut inputs: Inputs) -> Result<()
         let batch = batch(&book, &samples, step - 1, recipe.sft.batch_size);
         let microbatches = pack(&batch, &recipe.pack);
         let normaliser = Normaliser::new(&microbatches, Aggregation::TokenMean);
-        let (mut gradients, mut loss, mut tokens) = (Gradients::default(), 0.0, 0);
+        let (mut gradients, mut loss, mut mtp_loss, mut tokens) = (Gradients::default(), 0.0, 0.0, 0);
+        let mtp_loss_weight = recipe.train.mtp_loss_weight;
         let whole = in_order(
             &mut run.workers,
             microbatches.len(),
             &run.stop,
-            |policy, m| cross_entropy_backward(policy, &microbatches[m], &normaliser),
-            |m, (gradient, part)| {
+            |policy, m| cross_entropy_backward(policy, &microbatches[m], &normaliser, mtp_loss_weight),
+            |m, (gradient, part, mtp_part)| {
                 gradients.add(gradient);
                 loss += part;
+                mtp_loss += mtp_part;
                 tokens += microbatches[m].num_tokens();
                 run.console.stage(Stage::Train, m + 1, microbatches.len(), tokens);
             },
@@ -55,13 +57,16 @@ pub fn sft(recipe: &Recipe, recipe_files: &str, mut inputs: Inputs) -> Result<()
         done = step;
         let seconds = started.elapsed().as_secs_f64();
         let tokens_per_s = tokens as f64 / seconds;
-        let metrics = Metrics::from([
+        let mut metrics = Metrics::from([
             ("train/loss".into(), loss),
             ("train/grad_norm".into(), report.grad_norm),
             ("train/lr".into(), report.learning_rate),
             ("perf/step_time".into(), seconds),
             ("perf/train_tokens_per_s".into(), tokens_per_s),
         ]);
+        if mtp_loss_weight > 0.0 {
+            metrics.insert("train/mtp_loss".into(), mtp_loss);
+        }
         run.log(step, &metrics)?;
         run.console.step_finished(&StepLine {
             step,

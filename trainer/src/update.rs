@@ -1,6 +1,7 @@
 //! The train stage: a rollout batch becomes one optimizer update or several.
 
 use datasets::Sample;
+use rollout::model::ModelConfig;
 
 use crate::cli::Failure;
 use crate::loss::{Aggregation, LossStats, Normaliser, policy_backward};
@@ -39,6 +40,7 @@ pub fn train_on(run: &mut Run<'_>, samples: &[Sample]) -> Result<Option<UpdateRe
     let total: usize = parts.iter().map(Vec::len).sum();
     let mut report = UpdateReport { trainer_logprobs: vec![Vec::new(); samples.len()], ..UpdateReport::default() };
     let temperature = recipe.rollout.temperature;
+    let mtp_loss_weight = recipe.train.mtp_loss_weight;
     let mut old: Vec<Vec<Vec<f32>>> = Vec::new();
     for part in parts.iter().filter(|_| num_updates > 1) {
         let mut logprobs = Vec::new();
@@ -59,7 +61,16 @@ pub fn train_on(run: &mut Run<'_>, samples: &[Sample]) -> Result<Option<UpdateRe
         let before = |m: usize| old.get(u).map(|old| old[m].as_slice());
         let first_sample = u * (samples.len() / num_updates);
         let backward = |policy: &mut Policy, m: usize| {
-            policy_backward(policy, &part[m], before(m), &normaliser, &recipe.loss, replay, temperature)
+            policy_backward(
+                policy,
+                &part[m],
+                before(m),
+                &normaliser,
+                &recipe.loss,
+                replay,
+                temperature,
+                mtp_loss_weight,
+            )
         };
         let whole = in_order(&mut run.workers, part.len(), &run.stop, backward, |m, (gradient, stats, logprobs)| {
             gradients.add(gradient);
@@ -78,10 +89,17 @@ pub fn train_on(run: &mut Run<'_>, samples: &[Sample]) -> Result<Option<UpdateRe
         first_kl.get_or_insert(update.per_token(update.kl_sum));
         stats.add(&update);
     }
+    if recipe.train.router_bias_update_speed > 0.0 {
+        let loads = expert_loads(samples, run.policy.config());
+        run.policy.update_router_bias(&loads, recipe.train.router_bias_update_speed);
+    }
     let mut put = |name: &str, value: f64| {
         report.metrics.insert(format!("train/{name}"), value);
     };
     put("loss", stats.loss / num_updates as f64);
+    if mtp_loss_weight > 0.0 {
+        put("mtp_loss", stats.mtp_loss / num_updates as f64);
+    }
     put("pg_clipfrac", stats.per_token(stats.clipped));
     put("ppo_kl", stats.per_token(stats.kl_sum));
     put("ppo_kl_first_update", first_kl.unwrap_or(0.0));
@@ -94,6 +112,22 @@ pub fn train_on(run: &mut Run<'_>, samples: &[Sample]) -> Result<Option<UpdateRe
     put("num_loss_tokens", stats.num_tokens as f64);
     put("step", run.optimizer.num_steps() as f64);
     Ok(Some(report))
+}
+
+/// Tokens that the rollouts sent to each expert, layer after layer: `[layers, E]`.
+fn expert_loads(samples: &[Sample], config: &ModelConfig) -> Vec<u64> {
+    let (num_layers, k) = (config.num_hidden_layers, config.num_experts_per_tok);
+    let mut loads = vec![0; num_layers * config.n_routed_experts];
+    for routing in samples.iter().filter_map(|sample| sample.routing.as_ref()) {
+        for token in routing.expert_idx.chunks_exact(num_layers * k) {
+            for (layer, experts) in token.chunks_exact(k).enumerate() {
+                for &expert in experts {
+                    loads[layer * config.n_routed_experts + usize::from(expert)] += 1;
+                }
+            }
+        }
+    }
+    loads
 }
 
 fn aggregation(recipe: &Recipe) -> Aggregation {

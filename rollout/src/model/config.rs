@@ -78,6 +78,9 @@ impl LayerKind {
     }
 }
 
+/// What the names of the multi-token-prediction block begin with.
+pub const MTP_PREFIX: &str = "mtp.0";
+
 /// The ratio that marks a CSA layer.
 pub const CSA_RATIO: usize = 4;
 
@@ -270,6 +273,13 @@ impl ModelConfig {
         ] {
             check((1..=most).contains(&n), field, n.to_string(), &format!("1 to {most}"))?;
         }
+        let mtp = self.num_nextn_predict_layers;
+        check(mtp <= 1, "num_nextn_predict_layers", mtp.to_string(), "0 or 1")?;
+        if self.has_mtp() {
+            let ratio = self.compress_ratios.get(layers).copied().unwrap_or(0);
+            let found = format!("a list with {ratio} for the multi-token-prediction block");
+            check(ratio == 0, "compress_ratios", found, "0 there: it has a sliding window only")?;
+        }
         for &ratio in &self.compress_ratios[..layers] {
             check(ratio <= 1 << 16, "compress_ratios", format!("a list with {ratio}"), "ratios of at most 65536")?;
         }
@@ -348,9 +358,14 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// What layer `layer` attends to.
+    /// Whether the model has a block for multi-token prediction (v4/SPEC section 8).
+    pub fn has_mtp(&self) -> bool {
+        self.num_nextn_predict_layers > 0
+    }
+
+    /// What layer `layer` attends to; the one after the last is the multi-token-prediction block.
     pub fn layer_kind(&self, layer: usize) -> LayerKind {
-        match self.compress_ratios[layer] {
+        match self.compress_ratios.get(layer).copied().unwrap_or(0) {
             0 => LayerKind::Window,
             CSA_RATIO => LayerKind::Csa,
             ratio => LayerKind::Hca { ratio },
@@ -403,61 +418,82 @@ impl ModelConfig {
 
     /// Every parameter tensor of the model with its shape, in the release's names; the order is fixed.
     pub fn parameters(&self) -> Vec<(String, Vec<usize>)> {
+        let (d, n) = (self.hidden_size, self.hc_mult);
+        let mut out: Vec<(String, Vec<usize>)> = vec![("embed.weight".into(), vec![self.vocab_size, d])];
+        for layer in 0..self.num_hidden_layers {
+            self.push_block(&format!("layers.{layer}"), layer, &mut out);
+        }
+        let head = |prefix: &str| {
+            [
+                (format!("{prefix}hc_head_fn"), vec![n, n * d]),
+                (format!("{prefix}hc_head_base"), vec![n]),
+                (format!("{prefix}hc_head_scale"), vec![1]),
+                (format!("{prefix}norm.weight"), vec![d]),
+            ]
+        };
+        out.extend(head(""));
+        out.push(("head.weight".into(), vec![self.vocab_size, d]));
+        if self.has_mtp() {
+            let prefix = MTP_PREFIX;
+            for (name, shape) in
+                [("e_proj", vec![d, d]), ("h_proj", vec![d, d]), ("enorm", vec![d]), ("hnorm", vec![d])]
+            {
+                out.push((format!("{prefix}.{name}.weight"), shape));
+            }
+            self.push_block(prefix, self.num_hidden_layers, &mut out);
+            out.extend(head(&format!("{prefix}.")));
+        }
+        out
+    }
+
+    /// The parameters of one block: hyper-connections, norms, attention and experts.
+    fn push_block(&self, prefix: &str, layer: usize, out: &mut Vec<(String, Vec<usize>)>) {
         let (d, n, c, e) = (self.hidden_size, self.hc_mult, self.head_dim, self.index_head_dim);
         let (h, q, i) = (self.num_attention_heads, self.q_lora_rank, self.moe_intermediate_size);
         let mixes = (2 + n) * n;
-        let mut out: Vec<(String, Vec<usize>)> = vec![("embed.weight".into(), vec![self.vocab_size, d])];
-        for layer in 0..self.num_hidden_layers {
-            let mut push = |name: &str, shape: &[usize]| out.push((format!("layers.{layer}.{name}"), shape.to_vec()));
-            for part in ["attn", "ffn"] {
-                push(&format!("hc_{part}_fn"), &[mixes, n * d]);
-                push(&format!("hc_{part}_base"), &[mixes]);
-                push(&format!("hc_{part}_scale"), &[3]);
-                push(&format!("{part}_norm.weight"), &[d]);
-            }
-            push("attn.wq_a.weight", &[q, d]);
-            push("attn.q_norm.weight", &[q]);
-            push("attn.wq_b.weight", &[h * c, q]);
-            push("attn.wkv.weight", &[c, d]);
-            push("attn.kv_norm.weight", &[c]);
-            push("attn.attn_sink", &[h]);
-            push("attn.wo_a.weight", &[self.o_groups * self.o_lora_rank, h * c / self.o_groups]);
-            push("attn.wo_b.weight", &[d, self.o_groups * self.o_lora_rank]);
-            let kind = self.layer_kind(layer);
-            if let Some(m) = kind.ratio() {
-                let series = if kind == LayerKind::Csa { 2 } else { 1 };
-                let mut compressor = |prefix: &str, width: usize| {
-                    push(&format!("{prefix}compressor.wkv.weight"), &[series * width, d]);
-                    push(&format!("{prefix}compressor.wgate.weight"), &[series * width, d]);
-                    push(&format!("{prefix}compressor.ape"), &[m, series * width]);
-                    push(&format!("{prefix}compressor.norm.weight"), &[width]);
-                };
-                compressor("attn.", c);
-                if kind == LayerKind::Csa {
-                    compressor("attn.indexer.", e);
-                    push("attn.indexer.wq_b.weight", &[self.index_n_heads * e, q]);
-                    push("attn.indexer.weights_proj.weight", &[self.index_n_heads, d]);
-                }
-            }
-            push("ffn.gate.weight", &[self.n_routed_experts, d]);
-            if !self.is_hash_layer(layer) {
-                push("ffn.gate.bias", &[self.n_routed_experts]);
-            }
-            for expert in 0..self.n_routed_experts {
-                for (w, shape) in [("w1", [i, d]), ("w2", [d, i]), ("w3", [i, d])] {
-                    push(&format!("ffn.experts.{expert}.{w}.weight"), &shape);
-                }
-            }
-            for (w, shape) in [("w1", [i, d]), ("w2", [d, i]), ("w3", [i, d])] {
-                push(&format!("ffn.shared_experts.{w}.weight"), &shape);
+        let mut push = |name: &str, shape: &[usize]| out.push((format!("{prefix}.{name}"), shape.to_vec()));
+        for part in ["attn", "ffn"] {
+            push(&format!("hc_{part}_fn"), &[mixes, n * d]);
+            push(&format!("hc_{part}_base"), &[mixes]);
+            push(&format!("hc_{part}_scale"), &[3]);
+            push(&format!("{part}_norm.weight"), &[d]);
+        }
+        push("attn.wq_a.weight", &[q, d]);
+        push("attn.q_norm.weight", &[q]);
+        push("attn.wq_b.weight", &[h * c, q]);
+        push("attn.wkv.weight", &[c, d]);
+        push("attn.kv_norm.weight", &[c]);
+        push("attn.attn_sink", &[h]);
+        push("attn.wo_a.weight", &[self.o_groups * self.o_lora_rank, h * c / self.o_groups]);
+        push("attn.wo_b.weight", &[d, self.o_groups * self.o_lora_rank]);
+        let kind = self.layer_kind(layer);
+        if let Some(m) = kind.ratio() {
+            let series = if kind == LayerKind::Csa { 2 } else { 1 };
+            let mut compressor = |prefix: &str, width: usize| {
+                push(&format!("{prefix}compressor.wkv.weight"), &[series * width, d]);
+                push(&format!("{prefix}compressor.wgate.weight"), &[series * width, d]);
+                push(&format!("{prefix}compressor.ape"), &[m, series * width]);
+                push(&format!("{prefix}compressor.norm.weight"), &[width]);
+            };
+            compressor("attn.", c);
+            if kind == LayerKind::Csa {
+                compressor("attn.indexer.", e);
+                push("attn.indexer.wq_b.weight", &[self.index_n_heads * e, q]);
+                push("attn.indexer.weights_proj.weight", &[self.index_n_heads, d]);
             }
         }
-        out.push(("hc_head_fn".into(), vec![n, n * d]));
-        out.push(("hc_head_base".into(), vec![n]));
-        out.push(("hc_head_scale".into(), vec![1]));
-        out.push(("norm.weight".into(), vec![d]));
-        out.push(("head.weight".into(), vec![self.vocab_size, d]));
-        out
+        push("ffn.gate.weight", &[self.n_routed_experts, d]);
+        if !self.is_hash_layer(layer) {
+            push("ffn.gate.bias", &[self.n_routed_experts]);
+        }
+        for expert in 0..self.n_routed_experts {
+            for (w, shape) in [("w1", [i, d]), ("w2", [d, i]), ("w3", [i, d])] {
+                push(&format!("ffn.experts.{expert}.{w}.weight"), &shape);
+            }
+        }
+        for (w, shape) in [("w1", [i, d]), ("w2", [d, i]), ("w3", [i, d])] {
+            push(&format!("ffn.shared_experts.{w}.weight"), &shape);
+        }
     }
 
     /// The hash-routing tables: data of the checkpoint, not parameters. `[vocab_size, K]` each.

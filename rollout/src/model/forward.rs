@@ -4,9 +4,9 @@
 
 use kernels::{activation, attention, hyper_connection as hc, indexer, norm, rope::Rotation, router};
 
-use super::weights::{Compressor, Expert, HyperConnection, Indexer, Layer, Model};
-use super::{LayerKind, ModelConfig};
-use crate::kv_cache::{CompressorCache, KvCache};
+use super::weights::{Collapse, Compressor, Expert, HyperConnection, Indexer, Layer, Model};
+use super::{LayerKind, ModelConfig, Trace};
+use crate::kv_cache::{CompressorCache, KvCache, LayerCache};
 
 /// A run of consecutive tokens of one sequence.
 #[derive(Debug)]
@@ -24,12 +24,10 @@ pub struct Segment<'a> {
 pub struct ForwardOutput {
     /// `[_, V]`: for each segment in turn, its last row or all of its rows.
     pub logits: Vec<f32>,
-    /// Expert choices of all rows, `[R, layers, K]`.
+    /// Expert choices of all rows, `[R, layers, K]`; of multi-token prediction `[R, 1, K]`.
     pub expert_idx: Vec<u16>,
     /// Indexer selections of all rows, `[R, CSA layers, index_topk]`; unused slots hold `u32::MAX`.
     pub block_idx: Vec<u32>,
-    /// Streams after each layer, `[layers, R, N, D]`; filled on request.
-    pub streams: Vec<f32>,
 }
 
 /// Buffers that live from step to step, so that a step allocates next to nothing.
@@ -81,42 +79,128 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     buffer
 }
 
+impl Workspace {
+    /// The streams after the last layer of the pass before, `[R, N, D]`: what multi-token prediction starts from.
+    pub fn streams(&self) -> &[f32] {
+        &self.streams
+    }
+}
+
 impl Model {
-    /// Runs `segments` through the model, advances their caches and fills `out`.
+    /// Runs `segments` through the model, advances their caches and fills `out`, and `trace` if one is given.
     ///
     /// # Panics
     /// When a token is not of the vocabulary.
-    pub fn forward(&self, segments: &mut [Segment<'_>], ws: &mut Workspace, out: &mut ForwardOutput, trace: bool) {
+    pub fn forward(
+        &self,
+        segments: &mut [Segment<'_>],
+        ws: &mut Workspace,
+        out: &mut ForwardOutput,
+        mut trace: Option<&mut Trace>,
+    ) {
         let config = &self.config;
-        let (d, n) = (config.hidden_size, config.hc_mult);
-        self.start(segments, ws, out);
+        self.start(segments, |cache| cache.len, ws);
         let num_rows = ws.rows.len();
-        for (i, layer) in self.layers.iter().enumerate() {
-            self.hyper_pre(&layer.hc_attn, layer.attn_norm, ws);
-            self.attention(i, layer, segments, ws, out);
-            expand(config, ws);
-            self.hyper_pre(&layer.hc_ffn, layer.ffn_norm, ws);
-            self.experts(i, layer, ws, out);
-            expand(config, ws);
-            if trace {
-                out.streams.extend_from_slice(&ws.streams[..num_rows * n * d]);
+        out.expert_idx.clear();
+        out.expert_idx.resize(num_rows * self.layers.len() * config.num_experts_per_tok, 0);
+        out.block_idx.clear();
+        out.block_idx.resize(num_rows * config.csa_layers().count() * config.index_topk, u32::MAX);
+        let (d, n) = (config.hidden_size, config.hc_mult);
+        let embed = self.vector(self.embed);
+        let streams = sized(&mut ws.streams, num_rows * n * d);
+        for (row, streams) in ws.rows.iter().zip(streams.chunks_exact_mut(n * d)) {
+            for stream in streams.chunks_exact_mut(d) {
+                stream.copy_from_slice(&embed[row.token as usize * d..][..d]);
             }
+        }
+        for (i, layer) in self.layers.iter().enumerate() {
+            self.block(i, layer, segments, ws, out, trace.as_deref_mut());
         }
         for segment in segments.iter_mut() {
             segment.cache.len += segment.tokens.len();
         }
-        self.head(segments, ws, out);
+        self.head(&self.collapse, "", segments, ws, out, trace);
     }
 
-    fn start(&self, segments: &mut [Segment<'_>], ws: &mut Workspace, out: &mut ForwardOutput) {
+    /// Multi-token prediction (v4/SPEC section 8): from the streams after the last layer, `[R, N, D]` for all tokens of
+    /// `segments`, which here are those *after* the ones the streams belong to, to logits of the tokens after those.
+    /// [`Workspace::streams`] has the streams of the forward pass before.
+    ///
+    /// # Panics
+    /// When the model has no such block, the streams do not fit, or a token is not of the vocabulary.
+    pub fn forward_mtp(
+        &self,
+        streams: &[f32],
+        segments: &mut [Segment<'_>],
+        ws: &mut Workspace,
+        out: &mut ForwardOutput,
+        mut trace: Option<&mut Trace>,
+    ) {
+        let mtp = self.mtp.as_ref().expect("a model with a multi-token-prediction block");
         let config = &self.config;
-        let (d, n) = (config.hidden_size, config.hc_mult);
+        let (d, n, eps) = (config.hidden_size, config.hc_mult, config.rms_norm_eps);
+        self.start(segments, |cache| cache.mtp_len, ws);
+        let num_rows = ws.rows.len();
+        assert_eq!(streams.len(), num_rows * n * d, "streams of {num_rows} rows");
+        out.expert_idx.clear();
+        out.expert_idx.resize(num_rows * config.num_experts_per_tok, 0);
+        out.block_idx.clear();
+        // e_proj · enorm(embedding of the next token), to be added to every stream's h_proj · hnorm(stream).
+        let embed = self.vector(self.embed);
+        let x = sized(&mut ws.x, num_rows * d);
+        for (row, x) in ws.rows.iter().zip(x.chunks_exact_mut(d)) {
+            x.copy_from_slice(&embed[row.token as usize * d..][..d]);
+        }
+        norm::rms_norm(x, self.vector(mtp.enorm), eps);
+        let e = sized(&mut ws.y, num_rows * d);
+        self.matrix(mtp.e_proj).forward(x, e, &mut ws.unpacked);
+        let normed = sized(&mut ws.gathered, num_rows * n * d);
+        normed.copy_from_slice(streams);
+        norm::rms_norm(normed, self.vector(mtp.hnorm), eps);
+        let mixed = sized(&mut ws.streams, num_rows * n * d);
+        self.matrix(mtp.h_proj).forward(normed, mixed, &mut ws.unpacked);
+        for (streams, e) in mixed.chunks_exact_mut(n * d).zip(e.chunks_exact(d)) {
+            for stream in streams.chunks_exact_mut(d) {
+                stream.iter_mut().zip(e).for_each(|(x, e)| *x += e);
+            }
+        }
+        self.block(config.num_hidden_layers, &mtp.layer, segments, ws, out, trace.as_deref_mut());
+        for segment in segments.iter_mut() {
+            segment.cache.mtp_len += segment.tokens.len();
+        }
+        self.head(&mtp.collapse, "mtp.", segments, ws, out, trace);
+    }
+
+    /// Attention and experts of one block, on `ws.streams`.
+    fn block(
+        &self,
+        layer_idx: usize,
+        layer: &Layer,
+        segments: &mut [Segment<'_>],
+        ws: &mut Workspace,
+        out: &mut ForwardOutput,
+        mut trace: Option<&mut Trace>,
+    ) {
+        self.hyper_pre(&layer.hc_attn, layer.attn_norm, ws, layer.op("hc_attn", &mut trace));
+        self.attention(layer_idx, layer, segments, ws, out, trace.as_deref_mut());
+        expand(&self.config, ws);
+        self.hyper_pre(&layer.hc_ffn, layer.ffn_norm, ws, layer.op("hc_ffn", &mut trace));
+        self.experts(layer_idx, layer, ws, out, trace.as_deref_mut());
+        expand(&self.config, ws);
+        if let Some(trace) = trace {
+            trace.numbers(format!("{}.streams_out", layer.name), ws.streams.clone());
+        }
+    }
+
+    /// Lays out the rows of `segments`, which follow the `len_of` tokens of their caches, with their rotations.
+    fn start(&self, segments: &mut [Segment<'_>], len_of: impl Fn(&KvCache) -> usize, ws: &mut Workspace) {
+        let config = &self.config;
         ws.rows.clear();
         for (s, segment) in segments.iter_mut().enumerate() {
             for layer in &mut segment.cache.layers {
                 layer.window.trim();
             }
-            let positions = segment.cache.len..;
+            let positions = len_of(segment.cache)..;
             ws.rows.extend(segment.tokens.iter().zip(positions).map(|(&token, position)| Row {
                 segment: s,
                 position,
@@ -127,30 +211,24 @@ impl Model {
             ws.window_frequencies = config.rope_frequencies(LayerKind::Window);
             ws.compressed_frequencies = config.rope_frequencies(LayerKind::Csa);
         }
-        let num_rows = ws.rows.len();
-        ws.window_rotations.resize_with(num_rows, Rotation::default);
-        ws.compressed_rotations.resize_with(num_rows, Rotation::default);
-        let embed = self.vector(self.embed);
-        let streams = sized(&mut ws.streams, num_rows * n * d);
+        ws.window_rotations.resize_with(ws.rows.len(), Rotation::default);
+        ws.compressed_rotations.resize_with(ws.rows.len(), Rotation::default);
         for (r, row) in ws.rows.iter().enumerate() {
             ws.window_rotations[r].set(row.position, &ws.window_frequencies);
             ws.compressed_rotations[r].set(row.position, &ws.compressed_frequencies);
-            let token = row.token as usize;
-            assert!(token < config.vocab_size, "token {token} is not of the vocabulary of {}", config.vocab_size);
-            for stream in streams[r * n * d..][..n * d].chunks_exact_mut(d) {
-                stream.copy_from_slice(&embed[token * d..][..d]);
-            }
+            let (token, vocab_size) = (row.token, config.vocab_size);
+            assert!((token as usize) < vocab_size, "token {token} is not of the vocabulary of {vocab_size}");
         }
-        out.logits.clear();
-        out.streams.clear();
-        out.expert_idx.clear();
-        out.expert_idx.resize(num_rows * config.num_hidden_layers * config.num_experts_per_tok, 0);
-        out.block_idx.clear();
-        out.block_idx.resize(num_rows * config.csa_layers().count() * config.index_topk, u32::MAX);
     }
 
     /// Mappings of a sub-layer and its normalised input: fills `ws.mixes` `[R, (2 + N) N]` and `ws.x` `[R, D]`.
-    fn hyper_pre(&self, hyper: &HyperConnection, norm_weight: usize, ws: &mut Workspace) {
+    fn hyper_pre(
+        &self,
+        hyper: &HyperConnection,
+        norm_weight: usize,
+        ws: &mut Workspace,
+        trace: Option<(&mut Trace, String)>,
+    ) {
         let config = &self.config;
         let (d, n, num_rows) = (config.hidden_size, config.hc_mult, ws.rows.len());
         let mixes = (2 + n) * n;
@@ -169,6 +247,12 @@ impl Model {
             hc::mappings(z, &gates);
             hc::collapse(v, &z[..n], x);
         }
+        if let Some((trace, op)) = trace {
+            let part = |from: usize, to: usize| z.chunks_exact(mixes).flat_map(|z| &z[from..to]).copied().collect();
+            trace.numbers(format!("{op}.post"), part(n, 2 * n));
+            trace.numbers(format!("{op}.comb"), part(2 * n, mixes));
+            trace.numbers(format!("{op}.collapsed"), x.to_vec());
+        }
         norm::rms_norm(x, self.vector(norm_weight), config.rms_norm_eps);
     }
 
@@ -180,6 +264,7 @@ impl Model {
         segments: &mut [Segment<'_>],
         ws: &mut Workspace,
         out: &mut ForwardOutput,
+        mut trace: Option<&mut Trace>,
     ) {
         let config = &self.config;
         let (c, h, num_rows) = (config.head_dim, config.num_attention_heads, ws.rows.len());
@@ -188,6 +273,9 @@ impl Model {
         let qr = sized(&mut ws.q_residual, num_rows * rank);
         self.matrix(layer.wq_a).forward(&ws.x, qr, &mut ws.unpacked);
         norm::rms_norm(qr, self.vector(layer.q_norm), eps);
+        if let Some((trace, op)) = layer.op("q_residual", &mut trace) {
+            trace.numbers(op, qr.to_vec());
+        }
         let q = sized(&mut ws.q, num_rows * h * c);
         self.matrix(layer.wq_b).forward(qr, q, &mut ws.unpacked);
         norm::rms_norm_unweighted(q, c, eps);
@@ -208,6 +296,7 @@ impl Model {
             self.compress(&indexer.compressor, width, segments, ws, |cache| cache.layers[layer_idx].indexer.as_mut());
             self.index_queries(indexer, ws);
         }
+        let mut picked = layer.indexer.as_ref().and(trace.as_ref()).map(|_| IndexerTrace::default());
 
         let rotations = rotations(layer, &ws.window_rotations, &ws.compressed_rotations);
         let attended = sized(&mut ws.attended, num_rows * h * c);
@@ -227,6 +316,10 @@ impl Model {
                     let weight = &ws.index_weight[r * config.index_n_heads..][..config.index_n_heads];
                     indexer::scores(q, weight, &keys.entries, scores);
                     indexer::top_k(scores, top_k, &mut ws.picks);
+                    if let Some(picked) = &mut picked {
+                        picked.scores.extend_from_slice(scores);
+                        picked.blocks.push(ws.picks.clone());
+                    }
                     let slots = &mut out.block_idx[(r * num_csa + csa_idx) * top_k..][..top_k];
                     slots[..ws.picks.len()].copy_from_slice(&ws.picks);
                     &entries.entries
@@ -251,6 +344,23 @@ impl Model {
         }
         let y = sized(&mut ws.y, num_rows * config.hidden_size);
         self.matrix(layer.wo_b).forward(grouped, y, &mut ws.unpacked);
+
+        if let Some(trace) = trace {
+            let name = &layer.name;
+            let entries = |of: fn(&LayerCache) -> Option<&CompressorCache>| {
+                let caches = segments.iter().filter_map(|s| of(&s.cache.layers[layer_idx]));
+                caches.flat_map(|cache| &cache.entries).copied().collect::<Vec<f32>>()
+            };
+            if layer.compressor.is_some() {
+                trace.numbers(format!("{name}.compressed_kv"), entries(|cache| cache.compressor.as_ref()));
+            }
+            if let Some(IndexerTrace { scores, blocks }) = picked {
+                trace.numbers(format!("{name}.indexer.keys"), entries(|cache| cache.indexer.as_ref()));
+                trace.numbers(format!("{name}.indexer.scores"), scores);
+                trace.choices(format!("{name}.indexer.topk"), blocks);
+            }
+            trace.numbers(format!("{name}.attn_out"), y.to_vec());
+        }
     }
 
     /// Feeds all rows to a compressor and finishes the entries that come out.
@@ -300,19 +410,30 @@ impl Model {
     }
 
     /// From `ws.x` to `ws.y`: the routed experts, grouped by expert, then the shared one.
-    fn experts(&self, layer_idx: usize, layer: &Layer, ws: &mut Workspace, out: &mut ForwardOutput) {
+    fn experts(
+        &self,
+        layer_idx: usize,
+        layer: &Layer,
+        ws: &mut Workspace,
+        out: &mut ForwardOutput,
+        mut trace: Option<&mut Trace>,
+    ) {
         let config = &self.config;
         let (d, k, num_rows) = (config.hidden_size, config.num_experts_per_tok, ws.rows.len());
         let num_experts = config.n_routed_experts;
         let scores = sized(&mut ws.router, num_rows * num_experts);
         self.matrix(layer.gate).forward(&ws.x, scores, &mut ws.unpacked);
+        if let Some((trace, op)) = layer.op("router.logits", &mut trace) {
+            trace.numbers(op, scores.to_vec());
+        }
         router::score(scores);
         let weight = sized(&mut ws.expert_weight, num_rows * k);
         ws.pairs.clear();
+        // As many layers as `out` has room for: all of the model's, or multi-token prediction alone.
+        let num_layers = out.expert_idx.len() / (num_rows * k).max(1);
         for (r, row) in ws.rows.iter().enumerate() {
             let scores = &scores[r * num_experts..][..num_experts];
-            let at = (r * config.num_hidden_layers + layer_idx) * k;
-            let chosen = &mut out.expert_idx[at..at + k];
+            let chosen = &mut out.expert_idx[(r * num_layers + layer_idx % num_layers) * k..][..k];
             match layer.gate_bias {
                 Some(bias) => router::choose(scores, self.vector(bias), chosen),
                 None => {
@@ -351,8 +472,21 @@ impl Model {
         }
         let y = sized(&mut ws.y, num_rows * d);
         self.expert(&layer.shared, &ws.x, y, limit, &mut ws.gate, &mut ws.up, &mut ws.unpacked);
+        if let Some((trace, op)) = layer.op("shared_out", &mut trace) {
+            trace.numbers(op, y.to_vec());
+        }
         for (r, y) in y.chunks_exact_mut(d).enumerate() {
             combine(y, &weight[r * k..][..k], &ws.slot[r * k..][..k], down);
+        }
+
+        if let Some(trace) = trace {
+            // In the order of ascending experts, in which every implementation can tell them.
+            ws.pairs.sort_unstable_by_key(|&(expert, pair)| (pair / k as u32, expert));
+            let ordered: Vec<f32> = ws.pairs.iter().map(|&(_, pair)| weight[pair as usize]).collect();
+            let experts = ws.pairs.chunks_exact(k).map(|row| row.iter().map(|&(expert, _)| expert.into()).collect());
+            trace.choices(format!("{}.router.experts", layer.name), experts);
+            trace.numbers(format!("{}.router.weights", layer.name), ordered);
+            trace.numbers(format!("{}.ffn_out", layer.name), y.to_vec());
         }
     }
 
@@ -376,7 +510,15 @@ impl Model {
     }
 
     /// Logits of the rows that were asked for.
-    fn head(&self, segments: &[Segment<'_>], ws: &mut Workspace, out: &mut ForwardOutput) {
+    fn head(
+        &self,
+        collapse: &Collapse,
+        prefix: &str,
+        segments: &[Segment<'_>],
+        ws: &mut Workspace,
+        out: &mut ForwardOutput,
+        trace: Option<&mut Trace>,
+    ) {
         let config = &self.config;
         let (d, n) = (config.hidden_size, config.hc_mult);
         ws.gathered.clear();
@@ -389,18 +531,38 @@ impl Model {
         }
         let num_rows = ws.gathered.len() / (n * d);
         let z = sized(&mut ws.mixes, num_rows * n);
-        self.matrix(self.head_gate).forward(&ws.gathered, z, &mut ws.unpacked);
+        self.matrix(collapse.gate).forward(&ws.gathered, z, &mut ws.unpacked);
         let x = sized(&mut ws.x, num_rows * d);
-        let (scale, base) = (self.vector(self.head_scale)[0], self.vector(self.head_base));
+        let (scale, base) = (self.vector(collapse.scale)[0], self.vector(collapse.base));
         for ((z, v), x) in z.chunks_exact_mut(n).zip(ws.gathered.chunks_exact(n * d)).zip(x.chunks_exact_mut(d)) {
             hc::scale_by_inverse_rms(z, v, config.rms_norm_eps);
             hc::head_gates(z, scale, base, config.hc_eps);
             hc::collapse(v, z, x);
         }
-        norm::rms_norm(x, self.vector(self.norm), config.rms_norm_eps);
+        let collapsed = trace.is_some().then(|| x.to_vec());
+        norm::rms_norm(x, self.vector(collapse.norm), config.rms_norm_eps);
         let logits = sized(&mut out.logits, num_rows * config.vocab_size);
         self.matrix(self.head).forward(x, logits, &mut ws.unpacked);
+        if let (Some(trace), Some(collapsed)) = (trace, collapsed) {
+            trace.numbers(format!("{prefix}head_collapsed"), collapsed);
+            trace.numbers(format!("{prefix}final_norm"), x.to_vec());
+            trace.numbers(format!("{prefix}logits"), logits.to_vec());
+        }
     }
+}
+
+impl Layer {
+    /// The trace, if one is kept, and the full name of an op of this layer.
+    fn op<'t>(&self, name: &str, trace: &'t mut Option<&mut Trace>) -> Option<(&'t mut Trace, String)> {
+        trace.as_deref_mut().map(|trace| (trace, format!("{}.{name}", self.name)))
+    }
+}
+
+/// What an indexer gave, row after row.
+#[derive(Default)]
+struct IndexerTrace {
+    scores: Vec<f32>,
+    blocks: Vec<Vec<u32>>,
 }
 
 /// The rotations of a layer's kind: compressed layers have their own base and YaRN for everything.

@@ -5,10 +5,12 @@ mod config;
 mod config_file;
 mod forward;
 mod sizes;
+mod trace;
 mod weights;
 
 pub use checkpoint::{CheckpointError, HostTensor, TensorData, Weights, is_routed_expert};
-pub use config::{CSA_RATIO, ConfigError, EosTokens, LayerKind, ModelConfig, PRESETS, RopeScaling};
+pub use config::{CSA_RATIO, ConfigError, EosTokens, LayerKind, MTP_PREFIX, ModelConfig, PRESETS, RopeScaling};
 pub use forward::{ForwardOutput, Segment, Workspace};
 pub use sizes::{KindSize, Sizes};
+pub use trace::{Difference, Extent, Trace, Values, compare};
 pub use weights::{Model, WeightUpdate, WeightUpdateError, checksum, to_engine_format};

@@ -4,7 +4,7 @@
 use std::fmt;
 
 use super::checkpoint::{Format, Layout};
-use super::{LayerKind, ModelConfig};
+use super::{LayerKind, MTP_PREFIX, ModelConfig};
 use crate::kv_cache::KvCache;
 
 /// Context lengths that caches are told for: 4K, 128K and 1M tokens.
@@ -36,7 +36,7 @@ fn kind_of(name: &str) -> &'static str {
     match name {
         "embed.weight" => "embedding",
         "head.weight" => "output head",
-        _ if name.starts_with("mtp.") => MTP,
+        _ if name.starts_with(MTP_PREFIX) => MTP,
         _ if contains("hc_") => "hyper-connections",
         _ if contains(".ffn.experts.") => "routed experts",
         _ if contains(".shared_experts.") => "shared experts",

@@ -10,7 +10,7 @@ use kernels::quant::Mxfp4;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::checkpoint::{Checkpoint, CheckpointError, Format, is_routed_expert};
-use super::{HostTensor, LayerKind, ModelConfig, TensorData, Weights};
+use super::{HostTensor, LayerKind, MTP_PREFIX, ModelConfig, TensorData, Weights};
 
 /// New weights for the engine, as the trainer publishes them.
 #[derive(Clone, Debug)]
@@ -107,11 +107,29 @@ pub struct Model {
     hash_tables: Vec<(String, HostTensor)>,
     pub(super) embed: VectorId,
     pub(super) layers: Vec<Layer>,
-    pub(super) head_gate: MatrixId,
-    pub(super) head_base: VectorId,
-    pub(super) head_scale: VectorId,
-    pub(super) norm: VectorId,
+    pub(super) collapse: Collapse,
     pub(super) head: MatrixId,
+    pub(super) mtp: Option<Mtp>,
+}
+
+/// From streams to the normalised hidden state that the head reads.
+#[derive(Debug)]
+pub(super) struct Collapse {
+    pub(super) gate: MatrixId,
+    pub(super) base: VectorId,
+    pub(super) scale: VectorId,
+    pub(super) norm: VectorId,
+}
+
+/// The multi-token-prediction block; embedding and head are the model's.
+#[derive(Debug)]
+pub(super) struct Mtp {
+    pub(super) e_proj: MatrixId,
+    pub(super) h_proj: MatrixId,
+    pub(super) enorm: VectorId,
+    pub(super) hnorm: VectorId,
+    pub(super) layer: Layer,
+    pub(super) collapse: Collapse,
 }
 
 #[derive(Debug)]
@@ -145,6 +163,8 @@ pub(super) struct Expert {
 
 #[derive(Debug)]
 pub(super) struct Layer {
+    /// What its ops are called in a trace.
+    pub(super) name: String,
     pub(super) kind: LayerKind,
     pub(super) hc_attn: HyperConnection,
     pub(super) attn_norm: VectorId,
@@ -240,7 +260,21 @@ impl Model {
             hash_tables.push((name, table));
         }
         let id = |name: &str| *ids.get(name).unwrap_or_else(|| panic!("`{name}` is not a parameter of this model"));
-        let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &id)).collect();
+        let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &format!("layers.{i}"), &id)).collect();
+        let collapse = |prefix: &str| Collapse {
+            gate: id(&format!("{prefix}hc_head_fn")),
+            base: id(&format!("{prefix}hc_head_base")),
+            scale: id(&format!("{prefix}hc_head_scale")),
+            norm: id(&format!("{prefix}norm.weight")),
+        };
+        let mtp = config.has_mtp().then(|| Mtp {
+            e_proj: id(&format!("{MTP_PREFIX}.e_proj.weight")),
+            h_proj: id(&format!("{MTP_PREFIX}.h_proj.weight")),
+            enorm: id(&format!("{MTP_PREFIX}.enorm.weight")),
+            hnorm: id(&format!("{MTP_PREFIX}.hnorm.weight")),
+            layer: Layer { name: "mtp".into(), ..layer(config, config.num_hidden_layers, MTP_PREFIX, &id) },
+            collapse: collapse(&format!("{MTP_PREFIX}.")),
+        });
         Ok(Self {
             config: config.clone(),
             version,
@@ -249,11 +283,9 @@ impl Model {
             hash_tables,
             embed: id("embed.weight"),
             layers,
-            head_gate: id("hc_head_fn"),
-            head_base: id("hc_head_base"),
-            head_scale: id("hc_head_scale"),
-            norm: id("norm.weight"),
+            collapse: collapse(""),
             head: id("head.weight"),
+            mtp,
         })
     }
 
@@ -324,8 +356,8 @@ fn unpack(matrix: &Matrix) -> HostTensor {
     HostTensor { shape: matrix.shape.clone(), data }
 }
 
-fn layer(config: &ModelConfig, i: usize, id: &dyn Fn(&str) -> usize) -> Layer {
-    let of = |name: &str| id(&format!("layers.{i}.{name}"));
+fn layer(config: &ModelConfig, i: usize, prefix: &str, id: &dyn Fn(&str) -> usize) -> Layer {
+    let of = |name: &str| id(&format!("{prefix}.{name}"));
     let hyper = |part: &str| HyperConnection {
         gate: of(&format!("hc_{part}_fn")),
         base: of(&format!("hc_{part}_base")),
@@ -344,6 +376,7 @@ fn layer(config: &ModelConfig, i: usize, id: &dyn Fn(&str) -> usize) -> Layer {
     };
     let kind = config.layer_kind(i);
     Layer {
+        name: prefix.to_owned(),
         kind,
         hc_attn: hyper("attn"),
         attn_norm: of("attn_norm.weight"),

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
 use crate::pack::{Microbatch, Segment};
-use crate::policy::{Gradients, Policy, Replay};
+use crate::policy::{Gradients, Policy, Replay, TokenScores};
 use crate::recipe::LossConfig;
 
 pub use cross_entropy::cross_entropy;
@@ -42,20 +42,27 @@ pub struct Normaliser {
     aggregation: Aggregation,
     num_tokens: usize,
     num_sequences: usize,
+    num_mtp_tokens: usize,
 }
 
 impl Normaliser {
     /// Counts what is trained on in all of an update's microbatches. An update without a trained token has loss 0.
     pub fn new<'a>(microbatches: impl IntoIterator<Item = &'a Microbatch>, aggregation: Aggregation) -> Self {
-        let (mut num_tokens, mut num_sequences) = (0, 0);
+        let (mut num_tokens, mut num_sequences, mut num_mtp_tokens) = (0, 0, 0);
         for mb in microbatches {
+            num_mtp_tokens += mb.mtp_mask().into_iter().filter(|is_trained| *is_trained).count();
             for segment in &mb.segments {
                 let n = trained_tokens(mb, segment);
                 num_tokens += n;
                 num_sequences += usize::from(n > 0);
             }
         }
-        Self { aggregation, num_tokens, num_sequences }
+        Self { aggregation, num_tokens, num_sequences, num_mtp_tokens }
+    }
+
+    /// The cross entropy of multi-token prediction, its part of the mean over the update's tokens.
+    fn mtp_loss(&self, mtp_logprobs: &Tensor) -> Tensor {
+        -mtp_logprobs.sum(tch::Kind::Float) / self.num_mtp_tokens.max(1) as f64
     }
 
     /// The weight of every token of `mb`, `[B, L]`; 0 where masked.
@@ -92,6 +99,8 @@ pub struct LossStats {
     pub num_tokens: usize,
     /// The aggregated loss.
     pub loss: f64,
+    /// The cross entropy of multi-token prediction, if it is trained; not part of `loss`.
+    pub mtp_loss: f64,
     /// Sum of `old_logprob - new_logprob`, the k1 estimate of KL(old, new).
     pub kl_sum: f64,
     /// Tokens whose gradient the clip cut off.
@@ -111,6 +120,7 @@ impl LossStats {
     pub fn add(&mut self, other: &Self) {
         self.num_tokens += other.num_tokens;
         self.loss += other.loss;
+        self.mtp_loss += other.mtp_loss;
         self.kl_sum += other.kl_sum;
         self.clipped += other.clipped;
         self.entropy_sum += other.entropy_sum;
@@ -139,8 +149,9 @@ pub fn policy_backward(
     config: &LossConfig,
     replay: Replay,
     temperature: f64,
+    mtp_loss_weight: f64,
 ) -> (Gradients, LossStats, Vec<f32>) {
-    let (logprobs, entropy) = policy.token_logprobs(mb, replay, temperature);
+    let TokenScores { logprobs, entropy, mtp_logprobs } = policy.score(mb, replay, temperature, mtp_loss_weight > 0.0);
     let old = old_logprobs.map_or_else(|| logprobs.detach(), |old| on_rows(old, mb, policy.device()));
     let advantages = on_rows(&mb.advantages, mb, policy.device());
     let token = match config {
@@ -148,11 +159,12 @@ pub fn policy_backward(
     };
     let weights = on_rows(&normaliser.weights(mb), mb, policy.device());
     let loss = (&token.loss * weights).sum(tch::Kind::Float);
-    let gradients = Gradients::of(&loss, policy);
+    let (objective, mtp_loss) = with_mtp(&loss, mtp_logprobs, normaliser, mtp_loss_weight);
+    let gradients = Gradients::of(&objective, policy);
 
     let new = to_vec(&logprobs);
     let (old, entropy, clipped) = (to_vec(&old), to_vec(&entropy), to_vec(&token.clipped));
-    let mut stats = LossStats { loss: loss.double_value(&[]), ..LossStats::default() };
+    let mut stats = LossStats { loss: loss.double_value(&[]), mtp_loss, ..LossStats::default() };
     for at in (0..new.len()).filter(|&at| mb.loss_mask[at]) {
         let mismatch = f64::from((old[at] - mb.rollout_logprobs[at]).abs());
         stats.num_tokens += 1;
@@ -166,13 +178,30 @@ pub fn policy_backward(
     (gradients, stats, new)
 }
 
-/// The gradient of the cross entropy of a microbatch, and its part of the mean.
-pub fn cross_entropy_backward(policy: &Policy, mb: &Microbatch, normaliser: &Normaliser) -> (Gradients, f64) {
+/// The gradient of the cross entropy of a microbatch, its part of the mean, and that of multi-token prediction's.
+pub fn cross_entropy_backward(
+    policy: &Policy,
+    mb: &Microbatch,
+    normaliser: &Normaliser,
+    mtp_loss_weight: f64,
+) -> (Gradients, f64, f64) {
     let replay = Replay { experts: false, indexer: false };
-    let (logprobs, _) = policy.token_logprobs(mb, replay, 1.0);
+    let scores = policy.score(mb, replay, 1.0, mtp_loss_weight > 0.0);
     let weights = on_rows(&normaliser.weights(mb), mb, policy.device());
-    let loss = (cross_entropy(&logprobs) * weights).sum(tch::Kind::Float);
-    (Gradients::of(&loss, policy), loss.double_value(&[]))
+    let loss = (cross_entropy(&scores.logprobs) * weights).sum(tch::Kind::Float);
+    let (objective, mtp_loss) = with_mtp(&loss, scores.mtp_logprobs, normaliser, mtp_loss_weight);
+    (Gradients::of(&objective, policy), loss.double_value(&[]), mtp_loss)
+}
+
+/// What is differentiated, `loss + weight * mtp_loss` (v4/SPEC section 11), and the latter's value.
+fn with_mtp(loss: &Tensor, mtp_logprobs: Option<Tensor>, normaliser: &Normaliser, weight: f64) -> (Tensor, f64) {
+    match mtp_logprobs {
+        None => (loss.shallow_clone(), 0.0),
+        Some(mtp_logprobs) => {
+            let mtp_loss = normaliser.mtp_loss(&mtp_logprobs);
+            (loss + &mtp_loss * weight, mtp_loss.double_value(&[]))
+        }
+    }
 }
 
 fn on_rows(values: &[f32], mb: &Microbatch, device: Device) -> Tensor {

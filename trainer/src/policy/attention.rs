@@ -10,6 +10,7 @@ use super::indexer::Indexer;
 use super::inputs::Inputs;
 use super::parameters::{Loader, PolicyError};
 use super::rope::rotate;
+use super::tracer::Tracer;
 
 /// The attention of one layer.
 pub(super) struct Attention {
@@ -39,11 +40,16 @@ pub(super) enum Picks<'a> {
 }
 
 impl Attention {
-    pub fn load(loader: &mut Loader<'_>, layer: usize, config: &ModelConfig) -> Result<Self, PolicyError> {
-        let prefix = format!("layers.{layer}.attn");
+    /// `block` is `layers.i` or `mtp.0`.
+    pub fn load(
+        loader: &mut Loader<'_>,
+        block: &str,
+        kind: LayerKind,
+        config: &ModelConfig,
+    ) -> Result<Self, PolicyError> {
+        let prefix = format!("{block}.attn");
         let (d, c, h, q) = (config.hidden_size, config.head_dim, config.num_attention_heads, config.q_lora_rank);
         let (groups, o) = (config.o_groups, config.o_lora_rank);
-        let kind = config.layer_kind(layer);
         let mut load = |name: &str, shape: &[usize]| loader.trained(&format!("{prefix}.{name}"), shape);
         Ok(Self {
             kind,
@@ -67,13 +73,14 @@ impl Attention {
         })
     }
 
-    /// `[T, D]` to `[T, D]`, and for CSA layers the blocks that were attended to, `[B, L, NB]`.
-    pub fn forward(&self, h_td: &Tensor, inputs: &Inputs, picks: Picks<'_>) -> (Tensor, Option<Tensor>) {
+    /// `[T, D]` to `[T, D]`.
+    pub fn forward(&self, h_td: &Tensor, inputs: &Inputs, picks: Picks<'_>, tracer: &mut Tracer<'_>) -> Tensor {
         let (b, l, h, c) = (inputs.num_rows, inputs.row_len, self.heads, self.width);
         let rope = inputs.rope(self.kind);
         let rope_heads = rope.unsqueeze(2);
 
         let qr_tq = super::rms_norm(&h_td.linear(&self.wq_a, None::<&Tensor>), &self.q_norm, self.eps);
+        tracer.rows("q_residual", &qr_tq);
         let q = qr_tq.linear(&self.wq_b, None::<&Tensor>).view_([b, l, h, c]);
         // The softmax's scale rides on the norm's.
         let q = &q * (super::inverse_rms(&q, self.eps) * (1.0 / (c as f64).sqrt()));
@@ -81,20 +88,26 @@ impl Attention {
 
         let kv = super::rms_norm(&h_td.linear(&self.wkv, None::<&Tensor>), &self.kv_norm, self.eps);
         let mut keys = vec![rotate(&kv.view([b, l, c]), rope)];
-        let (mut bias, mut attended) = (inputs.window_bias.shallow_clone(), None);
+        let mut bias = inputs.window_bias.shallow_clone();
         let blocks = self.kind.ratio().and_then(|m| inputs.blocks.get(&m));
+        if self.compressor.is_some() && blocks.is_none() {
+            tracer.no_blocks(self.indexer.is_some());
+        }
         if let (Some(compressor), Some(blocks)) = (&self.compressor, blocks) {
-            keys.push(compressor.forward(h_td, blocks));
+            let entries = compressor.forward(h_td, blocks);
+            tracer.blocks("compressed_kv", &entries);
+            keys.push(entries);
             bias = match &self.indexer {
                 None => blocks.bias.shallow_clone(),
                 Some(indexer) => {
                     let picked = match picks {
-                        Picks::Indexer => indexer.pick(h_td, &qr_tq, inputs, blocks),
-                        Picks::Recorded(picked) => picked.shallow_clone(),
+                        Picks::Indexer => indexer.pick(h_td, &qr_tq, inputs, blocks, tracer),
+                        Picks::Recorded(picked) => {
+                            tracer.picks(None, picked, blocks, inputs);
+                            picked.shallow_clone()
+                        }
                     };
-                    let bias = inputs.picked_bias(&picked);
-                    attended = Some(picked);
-                    bias
+                    inputs.picked_bias(&picked)
                 }
             };
         }
@@ -115,6 +128,8 @@ impl Attention {
         let o_gtk = o.view([b * l, g, h * c / g]).transpose(0, 1);
         let wo_a = self.wo_a.view([g, -1, h * c / g]).transpose(1, 2);
         let u = o_gtk.bmm(&wo_a).transpose(0, 1).reshape([b * l, -1]);
-        (u.linear(&self.wo_b, None::<&Tensor>), attended)
+        let y_td = u.linear(&self.wo_b, None::<&Tensor>);
+        tracer.rows("attn_out", &y_td);
+        y_td
     }
 }

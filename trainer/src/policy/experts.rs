@@ -5,6 +5,7 @@ use rollout::model::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
 use super::parameters::{Loader, PolicyError};
+use super::tracer::Tracer;
 
 /// One layer's experts.
 pub(super) struct Experts {
@@ -26,7 +27,7 @@ pub(super) struct Experts {
 /// How a layer chooses experts.
 enum Select {
     /// By the router's scores plus a bias that is not trained by gradients, `[E]`.
-    Score(Vec<f32>),
+    Score(Tensor),
     /// By token id, `[vocab, K]`.
     Hash(Vec<i64>),
 }
@@ -35,14 +36,20 @@ enum Select {
 pub(super) type Chosen = Vec<i64>;
 
 impl Experts {
-    pub fn load(loader: &mut Loader<'_>, layer: usize, config: &ModelConfig) -> Result<Self, PolicyError> {
-        let prefix = format!("layers.{layer}.ffn");
+    /// `block` is `layers.i` or `mtp.0`.
+    pub fn load(
+        loader: &mut Loader<'_>,
+        block: &str,
+        is_hashed: bool,
+        config: &ModelConfig,
+    ) -> Result<Self, PolicyError> {
+        let prefix = format!("{block}.ffn");
         let (d, e, i) = (config.hidden_size, config.n_routed_experts, config.moe_intermediate_size);
-        let select = if config.is_hash_layer(layer) {
+        let select = if is_hashed {
             let shape = [config.vocab_size, config.num_experts_per_tok];
             Select::Hash(loader.table(&format!("{prefix}.gate.tid2eid"), &shape)?)
         } else {
-            Select::Score(super::to_vec_f32(&loader.frozen(&format!("{prefix}.gate.bias"), &[e])?))
+            Select::Score(loader.frozen(&format!("{prefix}.gate.bias"), &[e])?)
         };
         let routed = format!("{prefix}.experts");
         let shared = format!("{prefix}.shared_experts");
@@ -62,7 +69,7 @@ impl Experts {
         })
     }
 
-    /// `[T, D]` to `[T, D]`, and the experts that were used: `recorded` if given, else chosen here. `token_ids` and
+    /// `[T, D]` to `[T, D]`. The experts are the `recorded` ones if given, else chosen here. `token_ids` and
     /// `segment_ids` (negative at padding) are `[T]`.
     pub fn forward(
         &self,
@@ -70,25 +77,39 @@ impl Experts {
         token_ids: &[i64],
         segment_ids: &[i32],
         recorded: Option<&[i64]>,
-    ) -> (Tensor, Chosen) {
-        let score_te = h_td.linear(&self.gate_ed, None::<&Tensor>).softplus().sqrt();
+        tracer: &mut Tracer<'_>,
+    ) -> Tensor {
+        let logits_te = h_td.linear(&self.gate_ed, None::<&Tensor>);
+        tracer.rows("router.logits", &logits_te);
+        let score_te = logits_te.softplus().sqrt();
         let chosen = match (recorded, &self.select) {
             (Some(recorded), _) => recorded.to_vec(),
             (None, Select::Hash(table)) => hash_choice(table, self.top_k, token_ids, segment_ids),
-            (None, Select::Score(bias)) => score_choice(&super::to_vec_f32(&score_te), bias, self.top_k, segment_ids),
+            (None, Select::Score(bias)) => {
+                score_choice(&super::to_vec_f32(&score_te), &super::to_vec_f32(bias), self.top_k, segment_ids)
+            }
         };
         let dispatch = Dispatch::new(&chosen, self.top_k, self.num_experts, h_td.device());
-        let routed = self.routed(h_td, &score_te, &dispatch);
+        let weight_tk = self.weights(&score_te, &dispatch);
+        tracer.experts(&chosen, &weight_tk);
+        let routed = self.routed(h_td, &weight_tk, &dispatch);
         let gate = h_td.linear(&self.shared_w1, None::<&Tensor>);
         let up = h_td.linear(&self.shared_w3, None::<&Tensor>);
         let shared = self.swiglu(&gate, &up).linear(&self.shared_w2, None::<&Tensor>);
-        (routed + shared, chosen)
+        tracer.rows("shared_out", &shared);
+        let y_td = routed + shared;
+        tracer.rows("ffn_out", &y_td);
+        y_td
     }
 
-    fn routed(&self, h_td: &Tensor, score_te: &Tensor, dispatch: &Dispatch) -> Tensor {
+    /// How much each chosen expert counts, `[T, K]`.
+    fn weights(&self, score_te: &Tensor, dispatch: &Dispatch) -> Tensor {
         let score_tk = score_te.gather(1, &dispatch.expert_tk, false);
         let sum_t1 = score_tk.sum_dim_intlist(1, true, None::<Kind>) + 1e-20;
-        let weight_tk = score_tk / sum_t1 * self.route_scale;
+        score_tk / sum_t1 * self.route_scale
+    }
+
+    fn routed(&self, h_td: &Tensor, weight_tk: &Tensor, dispatch: &Dispatch) -> Tensor {
         // Into expert order, one matrix product per expert on its slice, and back. Splits and unbinds rather than
         // slices: their gradient is one concatenation.
         let x_pd = Tensor::embedding(h_td, &dispatch.token_of_pair, -1, false, false);

@@ -24,8 +24,8 @@ pub(super) struct HyperConnection {
 pub(super) struct Mixed {
     /// `[T, D]`: the streams' weighted sum.
     pub x_td: Tensor,
-    post_tn: Tensor,
-    comb_tnn: Tensor,
+    pub post_tn: Tensor,
+    pub comb_tnn: Tensor,
 }
 
 impl HyperConnection {
@@ -78,12 +78,13 @@ pub(super) struct HyperHead {
 }
 
 impl HyperHead {
-    pub fn load(loader: &mut Loader<'_>, config: &ModelConfig) -> Result<Self, PolicyError> {
+    /// `prefix` is empty, or `mtp.0.`.
+    pub fn load(loader: &mut Loader<'_>, prefix: &str, config: &ModelConfig) -> Result<Self, PolicyError> {
         let (n, d) = (config.hc_mult, config.hidden_size);
         Ok(Self {
-            fn_nd: loader.trained("hc_head_fn", &[n, n * d])?,
-            base_n: loader.trained("hc_head_base", &[n])?,
-            scale_1: loader.trained("hc_head_scale", &[1])?,
+            fn_nd: loader.trained(&format!("{prefix}hc_head_fn"), &[n, n * d])?,
+            base_n: loader.trained(&format!("{prefix}hc_head_base"), &[n])?,
+            scale_1: loader.trained(&format!("{prefix}hc_head_scale"), &[1])?,
             hc_eps: f64::from(config.hc_eps),
             norm_eps: f64::from(config.rms_norm_eps),
         })

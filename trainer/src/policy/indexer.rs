@@ -8,6 +8,7 @@ use super::compressor::Compressor;
 use super::inputs::{BlockInputs, Inputs};
 use super::parameters::{Loader, PolicyError};
 use super::rope::rotate;
+use super::tracer::Tracer;
 
 /// One layer's indexer.
 pub(super) struct Indexer {
@@ -36,8 +37,15 @@ impl Indexer {
 
     /// `[B, L, NB]`: the visible blocks with the `index_topk` highest scores; of equal scores the lower block wins.
     /// `h_td` is the layer's normalised input, `qr_tq` the low-rank query it shares with the attention.
-    pub fn pick(&self, h_td: &Tensor, qr_tq: &Tensor, inputs: &Inputs, blocks: &BlockInputs) -> Tensor {
-        if blocks.longest <= self.top_k {
+    pub fn pick(
+        &self,
+        h_td: &Tensor,
+        qr_tq: &Tensor,
+        inputs: &Inputs,
+        blocks: &BlockInputs,
+        tracer: &mut Tracer<'_>,
+    ) -> Tensor {
+        if blocks.longest <= self.top_k && !tracer.is_on() {
             return blocks.visible.shallow_clone(); // fewer than asked for: the scores change nothing
         }
         tch::no_grad(|| {
@@ -45,6 +53,7 @@ impl Indexer {
             let q = qr_tq.linear(&self.wq_b, None::<&Tensor>).view_([b, l, self.heads, self.width]);
             let q = rotate(&q, &inputs.rope(LayerKind::Csa).unsqueeze(2)).view([b, l * self.heads, self.width]);
             let keys = self.compressor.forward(h_td, blocks);
+            tracer.blocks("indexer.keys", &keys);
             let per_head = q.bmm(&keys.transpose(1, 2)).relu_().view([b * l, self.heads, nb]);
             let scale = 1.0 / ((self.width * self.heads) as f64).sqrt();
             let weight = h_td.linear(&self.weights_proj, None::<&Tensor>) * scale;
@@ -53,7 +62,9 @@ impl Indexer {
             let (_, order) = score.sort_stable(true, -1, true);
             let top = order.narrow(-1, 0, nb.min(self.top_k as i64));
             let picked = Tensor::zeros([b, l, nb], (Kind::Bool, score.device()));
-            picked.scatter_value(-1, &top, 1).logical_and(&blocks.visible)
+            let picked = picked.scatter_value(-1, &top, 1).logical_and(&blocks.visible);
+            tracer.picks(Some(&score), &picked, blocks, inputs);
+            picked
         })
     }
 }

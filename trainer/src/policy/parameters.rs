@@ -1,5 +1,7 @@
 //! Where the policy's tensors come from and go to: hub names outside, stacked experts inside, masters in f32.
 
+use std::collections::HashMap;
+
 use kernels::quant::{dequantize_mxfp4, quantize_mxfp4};
 use rollout::model::{HostTensor, ModelConfig, TensorData, Weights};
 use tch::{Device, Tensor};
@@ -25,9 +27,21 @@ pub enum PolicyError {
         /// Its shape by the configuration.
         expected: Vec<usize>,
     },
+    /// Some experts of a layer are frozen and others are not.
+    #[error(
+        "{num_frozen} of the {num} experts in `{stack}` are frozen, expected all or none of a layer's; widen the pattern in `train.frozen`, as in `layers.3.ffn.experts.*`"
+    )]
+    FrozenExperts {
+        /// Which matrices.
+        stack: String,
+        /// How many are frozen.
+        num_frozen: usize,
+        /// Of how many.
+        num: usize,
+    },
 }
 
-/// One trained tensor.
+/// One tensor of the model.
 #[derive(Debug)]
 pub struct Parameter {
     /// The hub's name; the routed experts of a layer are stacked under `layers.i.ffn.experts.w1` (`w2`, `w3`).
@@ -57,7 +71,7 @@ impl Parameter {
     }
 
     /// The master under its hub names.
-    pub(super) fn write(&self, to: &mut Weights) {
+    pub fn write(&self, to: &mut Weights) {
         let shape: Vec<usize> = self.master.size().iter().map(|&n| n as usize).collect();
         let values = super::to_vec_f32(&self.master);
         match self.name.split_once(".ffn.experts.") {
@@ -79,31 +93,47 @@ pub(super) struct Loader<'a> {
     weights: &'a Weights,
     device: Device,
     fp4: bool,
-    /// Parameters to share instead of reading them.
-    shared: &'a [Parameter],
+    is_frozen: &'a dyn Fn(&str) -> bool,
+    /// Parameters to share instead of reading them, by name; whether they are trained.
+    shared: HashMap<&'a str, (&'a Parameter, bool)>,
     /// What the optimizer will update.
     pub parameters: Vec<Parameter>,
-    /// What training leaves as it is: indexers, selection biases, hash tables.
-    pub frozen: Weights,
+    /// What training leaves as it is.
+    pub frozen: Vec<Parameter>,
+    /// The hash-routing tables.
+    pub tables: Weights,
 }
 
 impl<'a> Loader<'a> {
-    pub fn new(weights: &'a Weights, config: &ModelConfig, device: Device) -> Self {
-        let (parameters, frozen) = (Vec::new(), Weights::new());
-        Self { weights, device, fp4: config.experts_are_fp4(), shared: &[], parameters, frozen }
+    pub fn new(
+        weights: &'a Weights,
+        config: &ModelConfig,
+        device: Device,
+        is_frozen: &'a dyn Fn(&str) -> bool,
+    ) -> Self {
+        let (parameters, frozen, tables) = (Vec::new(), Vec::new(), Weights::new());
+        let (shared, fp4) = (HashMap::new(), config.experts_are_fp4());
+        Self { weights, device, fp4, is_frozen, shared, parameters, frozen, tables }
     }
 
-    /// A loader whose trained tensors are those of `shared`: handles to the same memory.
-    pub fn sharing(shared: &'a [Parameter], frozen: &'a Weights, config: &ModelConfig, device: Device) -> Self {
-        Self { shared, ..Self::new(frozen, config, device) }
+    /// A loader whose tensors are those of another policy: handles to the same memory.
+    pub fn sharing(
+        trained: &'a [Parameter],
+        frozen: &'a [Parameter],
+        tables: &'a Weights,
+        config: &ModelConfig,
+        device: Device,
+    ) -> Self {
+        let of = |parameters: &'a [Parameter], trained| parameters.iter().map(move |p| (p.name.as_str(), (p, trained)));
+        let shared = of(trained, true).chain(of(frozen, false)).collect();
+        Self { shared, ..Self::new(tables, config, device, &|_| false) }
     }
 
-    /// The next parameter in order, if they are shared.
+    /// The parameter `name`, if parameters are shared.
     fn share(&mut self, name: &str) -> Option<Tensor> {
-        let parameter = self.shared.get(self.parameters.len())?.share();
-        assert_eq!(parameter.name, name, "parameters are shared in the order they were loaded");
+        let (parameter, trained) = *self.shared.get(name)?;
         let leaf = parameter.leaf.shallow_clone();
-        self.parameters.push(parameter);
+        if trained { &mut self.parameters } else { &mut self.frozen }.push(parameter.share());
         Some(leaf)
     }
 
@@ -133,47 +163,58 @@ impl<'a> Loader<'a> {
         Tensor::from_slice(values).view_(shape).to_device(self.device)
     }
 
-    /// A tensor that gradients reach.
+    /// A parameter that gradients reach, unless it is frozen.
     pub fn trained(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, PolicyError> {
+        let is_trained = !(self.is_frozen)(name);
+        self.parameter(name, shape, is_trained)
+    }
+
+    /// A parameter that no gradient reaches.
+    pub fn frozen(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, PolicyError> {
+        self.parameter(name, shape, false)
+    }
+
+    fn parameter(&mut self, name: &str, shape: &[usize], is_trained: bool) -> Result<Tensor, PolicyError> {
         if let Some(leaf) = self.share(name) {
             return Ok(leaf);
         }
-        let master = self.tensor(self.values(name, shape)?, shape).set_requires_grad(true);
+        let master = self.tensor(self.values(name, shape)?, shape).set_requires_grad(is_trained);
         let leaf = master.shallow_clone();
-        self.parameters.push(Parameter { name: name.to_owned(), master, leaf: leaf.shallow_clone(), quantized: false });
+        let parameter = Parameter { name: name.to_owned(), master, leaf: leaf.shallow_clone(), quantized: false };
+        if is_trained { &mut self.parameters } else { &mut self.frozen }.push(parameter);
         Ok(leaf)
     }
 
-    /// One matrix of all routed experts of a layer, `[E, shape]`; `prefix` is `layers.i.ffn.experts`.
+    /// One matrix of all routed experts of a layer, `[E, shape]`; `prefix` is `layers.i.ffn.experts`. They are frozen
+    /// all or none.
     pub fn experts(&mut self, prefix: &str, w: &str, num: usize, shape: [usize; 2]) -> Result<Tensor, PolicyError> {
-        if let Some(leaf) = self.share(&format!("{prefix}.{w}")) {
+        let stack = format!("{prefix}.{w}");
+        if let Some(leaf) = self.share(&stack) {
             return Ok(leaf);
         }
+        let names: Vec<String> = (0..num).map(|e| format!("{prefix}.{e}.{w}.weight")).collect();
+        let num_frozen = names.iter().filter(|name| (self.is_frozen)(name)).count();
+        if num_frozen != 0 && num_frozen != num {
+            return Err(PolicyError::FrozenExperts { stack, num_frozen, num });
+        }
+        let is_trained = num_frozen == 0;
         let mut values = Vec::with_capacity(num * shape[0] * shape[1]);
-        for e in 0..num {
-            values.extend_from_slice(self.values(&format!("{prefix}.{e}.{w}.weight"), &shape)?);
+        for name in &names {
+            values.extend_from_slice(self.values(name, &shape)?);
         }
         let master = self.tensor(&values, &[num, shape[0], shape[1]]);
-        let leaf = if self.fp4 { master.copy() } else { master.shallow_clone() }.set_requires_grad(true);
-        let mut parameter =
-            Parameter { name: format!("{prefix}.{w}"), master, leaf: leaf.shallow_clone(), quantized: self.fp4 };
+        let leaf = if self.fp4 { master.copy() } else { master.shallow_clone() }.set_requires_grad(is_trained);
+        let mut parameter = Parameter { name: stack, master, leaf: leaf.shallow_clone(), quantized: self.fp4 };
         parameter.refresh();
-        self.parameters.push(parameter);
+        if is_trained { &mut self.parameters } else { &mut self.frozen }.push(parameter);
         Ok(leaf)
-    }
-
-    /// A tensor that training leaves as it is.
-    pub fn frozen(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, PolicyError> {
-        let values = self.values(name, shape)?;
-        self.frozen.insert(name.to_owned(), HostTensor::f32(shape, values.to_vec()));
-        Ok(self.tensor(values, shape))
     }
 
     /// A hash-routing table.
     pub fn table(&mut self, name: &str, shape: &[usize]) -> Result<Vec<i64>, PolicyError> {
         let tensor = self.find(name, shape)?;
         let TensorData::I64(values) = &tensor.data else { return Err(wrong(name, tensor, shape)) };
-        self.frozen.insert(name.to_owned(), tensor.clone());
+        self.tables.insert(name.to_owned(), tensor.clone());
         Ok(values.clone())
     }
 }

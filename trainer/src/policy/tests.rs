@@ -1,36 +1,11 @@
-//! The policy against numbers from PyTorch (golden cases, SPEC section 15) and against itself.
-
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+//! The policy against itself; against numbers from PyTorch it is held in the golden tests.
 
 use datasets::Sample;
-use rollout::model::{ModelConfig, Weights, checkpoint};
-use safetensors::tensor::{Dtype, SafeTensors};
+use rollout::model::{ModelConfig, Trace, Values};
 use tch::{Device, Kind, Tensor};
 
 use super::*;
 use crate::pack::{PackConfig, pack};
-
-/// A tensor of a golden file.
-struct Golden {
-    shape: Vec<usize>,
-    values: Vec<f32>,
-}
-
-fn read_golden(path: &Path) -> BTreeMap<String, Golden> {
-    let bytes = std::fs::read(path).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let tensors = file.tensors().into_iter().map(|(name, view)| {
-        let words = view.data().as_chunks::<4>().0.iter();
-        let values = match view.dtype() {
-            Dtype::F32 => words.map(|b| f32::from_le_bytes(*b)).collect(),
-            Dtype::I32 => words.map(|b| i32::from_le_bytes(*b) as f32).collect(),
-            other => panic!("{name}: {other:?}"),
-        };
-        (name, Golden { shape: view.shape().to_vec(), values })
-    });
-    tensors.collect()
-}
 
 fn max_diff(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len());
@@ -51,141 +26,9 @@ fn plain_sample(tokens: Vec<u32>) -> Sample {
     }
 }
 
-/// `[B, L]` ids as one row each; `append` adds a token, so that all `L` are read.
-fn microbatch(ids: &Golden, append: bool) -> Microbatch {
-    let rows = ids.values.chunks(ids.shape[1]);
-    let samples: Vec<_> =
-        rows.map(|row| plain_sample(row.iter().map(|&id| id as u32).chain(append.then_some(0)).collect())).collect();
-    let tokens = ids.values.len();
-    let mut packed = pack(&samples, &PackConfig { microbatch_tokens: tokens, row_tokens: tokens });
-    assert_eq!(packed.len(), 1);
-    packed.remove(0)
-}
-
 fn mean_cross_entropy(policy: &Policy, mb: &Microbatch) -> Tensor {
     let (logprobs, _) = policy.token_logprobs(mb, Replay::default(), 1.0);
     -logprobs.mean(None::<Kind>)
-}
-
-fn golden_cases() -> Vec<PathBuf> {
-    let root = std::env::var_os("FURLONG_GOLDEN_V4")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/v4"), PathBuf::from);
-    let mut cases: Vec<_> = std::fs::read_dir(&root).unwrap().map(|e| e.unwrap().path()).collect();
-    // Quantised cases store FP8, which the checkpoint reader does not take.
-    let quantised = |dir: &Path| std::fs::read_to_string(dir.join("config.json")).unwrap().contains("quant_method");
-    cases.retain(|dir| dir.join("config.json").exists() && !quantised(dir));
-    cases.sort();
-    assert!(!cases.is_empty(), "no case under {}", root.display());
-    cases
-}
-
-fn runs(case: &Path) -> Vec<PathBuf> {
-    let mut runs: Vec<_> = std::fs::read_dir(case).unwrap().map(|e| e.unwrap().path()).collect();
-    runs.retain(|p| p.file_name().unwrap().to_string_lossy().starts_with("run_"));
-    runs.sort();
-    runs
-}
-
-fn load(case: &Path) -> (ModelConfig, Weights) {
-    let config = ModelConfig::load(&case.join("config.json")).unwrap();
-    let weights = checkpoint::load_weights(case, &config).unwrap();
-    (config, weights)
-}
-
-#[test]
-fn golden_v4_forward() {
-    for case in golden_cases() {
-        let (config, weights) = load(&case);
-        let policy = Policy::from_weights(&config, &weights, Device::Cpu).unwrap();
-        for run in runs(&case) {
-            let golden = read_golden(&run);
-            let mb = microbatch(&golden["input_ids"], true);
-            let mut trace = Trace::default();
-            let logits = tch::no_grad(|| policy.logits(&policy.forward(&mb, Replay::default(), Some(&mut trace))));
-            let at = format!("{}/{}", case.file_name().unwrap().display(), run.file_stem().unwrap().display());
-
-            let mut streams = 0f32;
-            for (i, got) in trace.streams.iter().enumerate() {
-                let got = match golden.get("kept_positions") {
-                    Some(kept) => {
-                        let kept: Vec<i64> = kept.values.iter().map(|&p| p as i64).collect();
-                        got.index_select(1, &Tensor::from_slice(&kept))
-                    }
-                    None => got.shallow_clone(),
-                };
-                let want = &golden[&format!("layers.{i}.streams_out")];
-                streams = streams.max(max_diff(&to_vec_f32(&got), &want.values));
-                check_sets(&at, i, config.num_experts_per_tok, &trace.experts[i], &golden);
-            }
-            let error = max_diff(&to_vec_f32(&logits), &golden["logits"].values);
-            println!("{at}: logits {error:.1e}, streams {streams:.1e}");
-            assert!(error < 2e-4, "{at}: logits differ by {error}");
-            assert!(streams < 2e-4, "{at}: streams differ by {streams}");
-            for (layer, blocks) in config.csa_layers().zip(&trace.blocks) {
-                let blocks = blocks.as_ref().expect("runs are longer than a block");
-                let nb = blocks.size()[2] as usize;
-                let picked = to_vec_f32(&blocks.to_kind(Kind::Float));
-                let want = &golden[&format!("layers.{layer}.indexer.topk")];
-                for (t, (picked, want)) in picked.chunks(nb).zip(want.values.chunks(want.shape[2])).enumerate() {
-                    let got: Vec<i64> = (0..nb).filter(|&b| picked[b] > 0.0).map(|b| b as i64).collect();
-                    assert_eq!(got, sorted(want), "{at}: layer {layer}, blocks of position {t}");
-                }
-            }
-        }
-    }
-}
-
-fn sorted(values: &[f32]) -> Vec<i64> {
-    let mut set: Vec<i64> = values.iter().map(|&v| v as i64).filter(|&v| v >= 0).collect();
-    set.sort_unstable();
-    set
-}
-
-fn check_sets(at: &str, layer: usize, k: usize, got: &[i64], golden: &BTreeMap<String, Golden>) {
-    let want = &golden[&format!("layers.{layer}.router.experts")];
-    assert_eq!(got.len(), want.values.len());
-    for (t, (got, want)) in got.chunks(k).zip(want.values.chunks(k)).enumerate() {
-        let mut got = got.to_vec();
-        got.sort_unstable();
-        assert_eq!(got, sorted(want), "{at}: layer {layer}, experts of position {t}");
-    }
-}
-
-#[test]
-fn golden_v4_gradients() {
-    for case in golden_cases() {
-        let (config, weights) = load(&case);
-        let policy = Policy::from_weights(&config, &weights, Device::Cpu).unwrap();
-        let meta: serde_json::Value =
-            serde_json::from_str(&std::fs::read_to_string(case.join("meta.json")).unwrap()).unwrap();
-        let at = meta["grad_at"].as_array().unwrap();
-        let golden = read_golden(&case.join(format!("run_{}x{}.safetensors", at[0], at[1])));
-        let loss = mean_cross_entropy(&policy, &microbatch(&golden["input_ids"], false));
-        assert!((loss.double_value(&[]) - meta["loss"].as_f64().unwrap()).abs() < 1e-4);
-        let gradients = Gradients::of(&loss, &policy);
-        let mut grads = Weights::new();
-        for (p, gradient) in policy.parameters().iter().zip(gradients.tensors()) {
-            let master = if gradient.defined() { gradient.shallow_clone() } else { p.leaf.zeros_like() };
-            Parameter { name: p.name.clone(), master, leaf: p.leaf.shallow_clone(), quantized: false }
-                .write(&mut grads);
-        }
-        let want = read_golden(&case.join("grads.safetensors"));
-        let mut worst = (0f32, String::new());
-        for (name, want) in want.iter().filter(|(name, _)| *name != "loss") {
-            let got = grads[name].as_f32();
-            let max = want.values.iter().fold(0f32, |a, b| a.max(b.abs()));
-            let error = max_diff(got, &want.values) / max.max(1e-12);
-            if error >= worst.0 {
-                worst = (error, name.clone());
-            }
-        }
-        println!("{}: gradients {:.1e} ({})", case.file_name().unwrap().display(), worst.0, worst.1);
-        assert!(worst.0 < 1e-4, "{}: {worst:?}", case.display());
-        // And nothing has a gradient that the reference has not.
-        for name in grads.keys().filter(|name| !want.contains_key(*name)) {
-            assert!(grads[name].as_f32().iter().all(|&g| g == 0.0), "{}: `{name}` has a gradient", case.display());
-        }
-    }
 }
 
 /// A small model of every kind of layer, with weights that make every choice matter.
@@ -262,6 +105,21 @@ fn packing_does_not_change_the_result() {
     }
 }
 
+/// What every layer chose, two a position, as a microbatch carries it.
+fn recorded(mb: &Microbatch, trace: &Trace, op: &str) -> crate::pack::Choices {
+    let mut choices = crate::pack::Choices { num_layers: 0, width: 2, idx: Vec::new() };
+    for layer in 0..4 {
+        let Some(Values::Choices(rows)) = trace.get(&format!("layers.{layer}.{op}")) else { continue };
+        choices.num_layers += 1;
+        let mut rows = rows.iter();
+        for segment in &mb.segment_ids {
+            let row = if *segment < 0 { &[] } else { rows.next().expect("a row for every position").as_slice() };
+            choices.idx.extend((0..2).map(|slot| row.get(slot).map_or(-1, |&choice| i64::from(choice))));
+        }
+    }
+    choices
+}
+
 #[test]
 fn replayed_choices_are_the_ones_used() {
     let policy = small_policy(false);
@@ -269,40 +127,18 @@ fn replayed_choices_are_the_ones_used() {
     for mut mb in pack(&samples(&LENS), &config) {
         let mut own = Trace::default();
         let want = policy.forward(&mb, Replay::default(), Some(&mut own));
-        let blocks = mb.blocks(4);
-        let recorded = |choices: &[Vec<i64>], width| crate::pack::Choices {
-            num_layers: choices.len(),
-            width,
-            idx: choices.concat(),
-        };
-        mb.routing = Some(recorded(&own.experts, 2));
-        // Block numbers within the sample, from masks over the row.
-        let picks: Vec<Vec<i64>> = own
-            .blocks
-            .iter()
-            .map(|picked| {
-                let picked = picked.as_ref().map(|p| to_vec_f32(&p.to_kind(Kind::Float))).unwrap_or_default();
-                let mut idx = Vec::new();
-                for q in 0..mb.num_rows * mb.row_len {
-                    let row = q / mb.row_len * blocks.num_blocks;
-                    let seen = (0..blocks.num_blocks).filter(|b| picked[q * blocks.num_blocks + b] > 0.0);
-                    let mut seen: Vec<i64> = seen.map(|b| blocks.ordinals[row + b]).collect();
-                    seen.resize(2, -1);
-                    idx.extend(seen);
-                }
-                idx
-            })
-            .collect();
-        mb.indexer = Some(recorded(&picks, 2));
+        mb.routing = Some(recorded(&mb, &own, "router.experts"));
+        mb.indexer = Some(recorded(&mb, &own, "indexer.topk"));
         let replay = Replay { experts: true, indexer: true };
         let got = policy.forward(&mb, replay, None);
         assert_eq!(to_vec_f32(&got), to_vec_f32(&want), "replaying the policy's own choices changes nothing");
 
         let routing = mb.routing.as_mut().unwrap();
         routing.idx.iter_mut().filter(|e| **e >= 0).for_each(|e| *e = (*e + 1) % 6);
+        routing.idx.chunks_exact_mut(2).for_each(<[i64]>::sort_unstable); // as a trace tells them
         let mut other = Trace::default();
         let _ = policy.forward(&mb, replay, Some(&mut other));
-        assert_eq!(other.experts.concat(), mb.routing.as_ref().unwrap().idx);
+        assert_eq!(&recorded(&mb, &other, "router.experts"), mb.routing.as_ref().unwrap());
     }
 }
 
@@ -345,7 +181,8 @@ fn fp4_experts_compute_on_their_codes_and_train_their_masters() {
 
 #[test]
 fn weights_survive_the_round_trip() {
-    let (config, weights) = load(&golden_cases()[0]);
+    let config = small_config(false);
+    let weights = initial_weights(&config, 3);
     let policy = Policy::from_weights(&config, &weights, Device::Cpu).unwrap();
     assert_eq!(policy.to_weights(), weights);
     let mut broken = weights.clone();
@@ -386,4 +223,106 @@ fn a_small_model_learns_its_samples() {
     }
     assert!((losses[0] - 40f64.ln()).abs() < 0.1, "starts near the uniform distribution: {}", losses[0]);
     assert!(losses[29] < 1.5, "{losses:?}");
+}
+
+fn mtp_config() -> ModelConfig {
+    ModelConfig { num_nextn_predict_layers: 1, ..small_config(true) }
+}
+
+fn frozen(patterns: &[&str], mtp_loss_weight: f64, config: &ModelConfig) -> Result<Frozen, FrozenError> {
+    let patterns: Vec<String> = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+    Frozen::new(&patterns, mtp_loss_weight, config)
+}
+
+#[test]
+fn what_is_frozen_stays_bit_for_bit_and_the_rest_moves() {
+    let config = mtp_config();
+    let weights = initial_weights(&config, 5);
+    let patterns = ["embed.weight", "layers.1.*", "*.ffn.experts.*.w2.weight"];
+    let frozen = frozen(&patterns, 0.0, &config).unwrap();
+    let mut policy = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| frozen.contains(name)).unwrap();
+    let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
+    let mut optimizer = crate::optimizer::AdamW::new(&crate::optimizer::AdamWConfig::default(), &policy);
+    // A worker's handle differentiates, as in training.
+    let worker = policy.share();
+    for _ in 0..2 {
+        let gradients = Gradients::of(&mean_cross_entropy(&worker, &mb), &worker);
+        optimizer.step(&mut policy, &gradients).unwrap();
+    }
+    let never = |name: &str| name.ends_with(".gate.bias") || name.contains(".indexer.") || name.ends_with(".tid2eid");
+    for (name, after) in policy.to_weights() {
+        let is_same = after == weights[&name];
+        assert_eq!(is_same, frozen.contains(&name) || never(&name), "{name}");
+        assert_eq!(
+            frozen.contains(&name),
+            name.starts_with("mtp.0.")
+                || name == "embed.weight"
+                || name.starts_with("layers.1.")
+                || name.contains("w2.weight") && name.contains(".experts."),
+            "{name}"
+        );
+    }
+    let (trained, left) = policy.num_trained_and_frozen();
+    assert_eq!(trained + left, config.num_parameters().0);
+}
+
+#[test]
+fn patterns_that_make_no_sense_are_refused() {
+    let config = small_config(true);
+    let said = |patterns: &[&str], weight| frozen(patterns, weight, &config).unwrap_err().to_string();
+    assert_eq!(
+        said(&["layers.0.attn.wq_a", "*"], 0.0),
+        "`train.frozen`: no parameter is called `layers.0.attn.wq_a`; the nearest name is `layers.0.attn.wq_a.weight`"
+    );
+    assert_eq!(
+        said(&["*"], 0.0),
+        "`train.frozen` matches every parameter, expected one that is trained; remove a pattern"
+    );
+    assert_eq!(
+        said(&[], 0.3),
+        "`train.mtp_loss_weight` is 0.3, but the model has no multi-token-prediction block; set it to 0"
+    );
+    let some = frozen(&["*.experts.3.w1.weight"], 0.0, &config).unwrap();
+    let weights = initial_weights(&config, 5);
+    let error = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| some.contains(name)).err().unwrap();
+    assert!(error.to_string().starts_with("1 of the 6 experts in `layers.0.ffn.experts.w1` are frozen"), "{error}");
+}
+
+#[test]
+fn multi_token_prediction_is_trained_when_its_loss_has_a_weight() {
+    let config = ModelConfig { initializer_range: None, ..mtp_config() };
+    let mut policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
+    let cfg = crate::optimizer::AdamWConfig { learning_rate: 1e-2, ..Default::default() };
+    let mut optimizer = crate::optimizer::AdamW::new(&cfg, &policy);
+    let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
+    let normaliser = crate::loss::Normaliser::new([&mb], crate::loss::Aggregation::TokenMean);
+    let mut losses = Vec::new();
+    for _ in 0..30 {
+        let (gradients, loss, mtp_loss) = crate::loss::cross_entropy_backward(&policy, &mb, &normaliser, 0.3);
+        losses.push((loss, mtp_loss));
+        optimizer.step(&mut policy, &gradients).unwrap();
+    }
+    let (first, last) = (losses[0], losses[29]);
+    assert!((first.1 - 40f64.ln()).abs() < 0.1, "starts near the uniform distribution: {first:?}");
+    assert!(last.0 < 1.5 && last.1 < 2.0, "{losses:?}");
+}
+
+#[test]
+fn a_selection_bias_moves_towards_an_even_load_everywhere() {
+    let config = small_config(true);
+    let weights = initial_weights(&config, 3);
+    let mut policy = Policy::from_weights(&config, &weights, Device::Cpu).unwrap();
+    let worker = policy.share();
+    let loads: Vec<u64> = (0..4).flat_map(|_| [9, 1, 5, 5, 0, 10]).collect(); // the mean is 5
+    policy.update_router_bias(&loads, 0.25);
+    for policy in [&policy, &worker] {
+        let after = policy.to_weights();
+        for layer in 1..4 {
+            let name = format!("layers.{layer}.ffn.gate.bias");
+            let moved: Vec<f32> =
+                after[&name].as_f32().iter().zip(weights[&name].as_f32()).map(|(a, b)| a - b).collect();
+            assert_eq!(moved, [-0.25, 0.25, 0.0, 0.0, 0.25, -0.25], "{name}");
+        }
+        assert!(!after.contains_key("layers.0.ffn.gate.bias"), "layer 0 is hash-routed");
+    }
 }

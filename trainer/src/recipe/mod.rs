@@ -228,11 +228,29 @@ pub struct TrainConfig {
     pub replay_experts: bool,
     /// Attend to the compressed blocks that the rollout's indexer chose, instead of choosing anew.
     pub replay_indexer: bool,
+    /// Parameters that training leaves as they are: patterns over tensor names, `*` for any characters, as in
+    /// `["embed.weight", "layers.0.*"]`. Beside these, indexers and the routers' selection biases are frozen, as no
+    /// gradient reaches them, and multi-token prediction while `mtp_loss_weight` is 0.
+    pub frozen: Vec<String>,
+    /// Weight of the cross entropy of multi-token prediction beside the loss (V4's report: 0.3, then 0.1). 0 leaves its
+    /// block out of training. Above 0 the model must have one.
+    pub mtp_loss_weight: f64,
+    /// After each step of `train`, a router's selection bias moves by this much towards an even load of the experts that
+    /// the rollouts used (V4's pre-training: 0.001). 0, as usual in RL, leaves it: rollouts and updates then agree on
+    /// what was chosen.
+    pub router_bias_update_speed: f64,
 }
 
 impl Default for TrainConfig {
     fn default() -> Self {
-        Self { updates_per_step: 1, replay_experts: true, replay_indexer: true }
+        Self {
+            updates_per_step: 1,
+            replay_experts: true,
+            replay_indexer: true,
+            frozen: Vec::new(),
+            mtp_loss_weight: 0.0,
+            router_bias_update_speed: 0.0,
+        }
     }
 }
 
@@ -467,6 +485,9 @@ impl Recipe {
             require(x >= 0.0 && (x as f32).is_finite(), key, Number(x), "0 or a number above", advice)
         };
         not_negative("advantage.eps", advantage.eps, "1e-6 is usual")?;
+        not_negative("train.mtp_loss_weight", self.train.mtp_loss_weight, "0.1 to 0.3 is usual; 0 leaves it out")?;
+        let speed = self.train.router_bias_update_speed;
+        not_negative("train.router_bias_update_speed", speed, "0.001 is usual in pre-training, 0 in RL")?;
         not_negative("optimizer.weight_decay", optimizer.weight_decay, "0 leaves it out")?;
         require(
             optimizer.learning_rate * optimizer.weight_decay < 1.0,

@@ -517,6 +517,9 @@ fn print_config_spells_everything_out() {
     updates_per_step = 1
     replay_experts = true
     replay_indexer = true
+    frozen = []
+    mtp_loss_weight = 0.0
+    router_bias_update_speed = 0.0
 
     [optimizer]
     type = "adamw"

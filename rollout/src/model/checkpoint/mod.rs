@@ -53,7 +53,7 @@ pub enum CheckpointError {
         message: String,
     },
     /// A tensor that the configuration asks for is not there.
-    #[error("{}: tensor `{name}` is missing; {asker} for it with shape {expected:?}; copy the file again or correct config.json", path.display())]
+    #[error("{}: tensor `{name}` is missing; {asker} for it with shape {expected:?}; {advice}", path.display())]
     Missing {
         /// Which file.
         path: PathBuf,
@@ -61,6 +61,8 @@ pub enum CheckpointError {
         name: String,
         /// Who asks for it.
         asker: &'static str,
+        /// What to do.
+        advice: &'static str,
         /// The shape asked for.
         expected: Vec<usize>,
     },

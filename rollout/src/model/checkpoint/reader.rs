@@ -14,7 +14,7 @@ use serde::Deserialize;
 
 use super::names::{SCALE, hugging_face, release, scale_of};
 use super::{CheckpointError, Format, HostTensor, INDEX_FILE, Naming, TensorData, WEIGHTS_FILE};
-use crate::model::ModelConfig;
+use crate::model::{MTP_PREFIX, ModelConfig};
 
 /// The longest header that is read, as in the format's own library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -263,6 +263,11 @@ impl Checkpoint {
             CheckpointError::Missing {
                 path: self.files.first().map_or_else(PathBuf::new, |(path, _)| path.clone()),
                 name: shown,
+                advice: if name.starts_with(MTP_PREFIX) {
+                    "set `num_nextn_predict_layers` to 0 in config.json if the model comes without multi-token prediction"
+                } else {
+                    "copy the file again or correct config.json"
+                },
                 asker: if is_scale { "its weight's codes ask" } else { "config.json asks" },
                 expected: expected.to_vec(),
             }
