@@ -32,6 +32,8 @@ pub enum Command {
     Sft(RecipeArgs),
     /// Measure the model on the held-out prompts
     Eval(RecipeArgs),
+    /// Compare the engine's forward pass with the trainer's on the recipe's model, op by op
+    Parity(RecipeArgs),
     /// Draw the reward curves of one or several runs as an SVG
     Report(ReportArgs),
 }
@@ -282,6 +284,7 @@ mod tests {
       train   Reinforcement learning: sample, score, update, repeat (the default)
       sft     Supervised fine-tuning on the reference answers
       eval    Measure the model on the held-out prompts
+      parity  Compare the engine's forward pass with the trainer's on the recipe's model, op by op
       report  Draw the reward curves of one or several runs as an SVG
       help    Print this message or the help of the given subcommand(s)
 

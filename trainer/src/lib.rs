@@ -7,6 +7,7 @@ pub mod setup;
 pub mod run;
 pub mod sft;
 pub mod evaluate;
+pub mod parity;
 pub mod generate;
 pub mod advantage;
 pub mod pack;

@@ -7,7 +7,7 @@ use clap::Parser;
 use trainer::cli::{Cli, Command, Failure, OrBadInput, RecipeArgs, exit, say};
 use trainer::recipe::{Recipe, Task};
 use trainer::setup::{Inputs, Run};
-use trainer::{evaluate, report, run, setup, sft};
+use trainer::{evaluate, parity, report, run, setup, sft};
 
 fn main() -> ExitCode {
     exit(match Cli::parse().into_command() {
@@ -18,6 +18,7 @@ fn main() -> ExitCode {
             evaluate::evaluate(&mut run, 0)?;
             run.finish(0)
         }),
+        Command::Parity(args) => with_recipe(&args, Task::Train, |recipe, _, inputs| parity::parity(recipe, inputs)),
         Command::Report(args) => report::write_report(&args.runs, &args.out).or_bad_input(),
     })
 }

@@ -56,8 +56,8 @@ pub struct Inputs {
     pub rule: Box<dyn RewardFn>,
     /// Sentences that a person should read before the run.
     pub warnings: Vec<String>,
-    tokenizer: Tokenizer,
-    stop_tokens: Vec<u32>,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) stop_tokens: Vec<u32>,
 }
 
 impl Inputs {
@@ -429,7 +429,7 @@ impl<'a> Run<'a> {
     }
 }
 
-fn num_threads(recipe: &Recipe) -> usize {
+pub(crate) fn num_threads(recipe: &Recipe) -> usize {
     match recipe.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         n => n,
