@@ -4,6 +4,7 @@ mod golden;
 mod formats_golden;
 mod convert;
 mod score;
+mod sizes;
 mod text_golden;
 mod engine_golden;
 mod policy_golden;

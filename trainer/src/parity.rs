@@ -139,7 +139,9 @@ fn measure(model: &Model, policy: &Policy, groups: &[Group], temperature: f64) -
                 Extent::Choices { num_different, num_rows, .. } => {
                     Cell { different: num_different, rows: num_rows, is_choice: true, ..Cell::default() }
                 }
-                Extent::Shape { .. } | Extent::Missing => panic!("the two passes compute different things: {difference}"),
+                Extent::Shape { .. } | Extent::Missing => {
+                    panic!("the two passes compute different things: {difference}")
+                }
             };
             match cells.get_mut(&difference.name) {
                 Some(sum) => sum.take(&cell),

@@ -638,16 +638,37 @@ mod tests {
 
     #[test]
     fn the_published_sizes() {
-        let count = |name| {
+        use crate::model::Sizes;
+        use crate::model::checkpoint::{Format, Layout};
+
+        let check = |name, [total, main, active]: [usize; 3], num_tensors, stored: Option<usize>| {
             let config = ModelConfig::preset(name).expect("a preset");
-            crate::model::Sizes::new(&config).total()
+            let sizes = Sizes::new(&config);
+            let mtp: usize = sizes.kinds.iter().filter(|k| k.kind == "multi-token prediction").map(|k| k.total).sum();
+            let hundred_millions = [sizes.total().0, sizes.total().0 - mtp, sizes.total().1].map(|n| n / 100_000_000);
+            assert_eq!(hundred_millions, [total, main, active], "{name}");
+            // The published files: tensors and their elements, scales and hash tables among them, two FP4 in one.
+            let (mut tensors, mut elements) = (0, 0);
+            for (name, shape) in config.parameters() {
+                let (n, format) = (shape.iter().product::<usize>(), Layout::Mxfp4.format(&name));
+                let scales = match format {
+                    Format::Fp8 => kernels::quant::num_tiles(shape[0], shape[1]),
+                    Format::Mxfp4 => n / 32,
+                    _ => 0,
+                };
+                tensors += 1 + usize::from(scales > 0);
+                elements += scales + if format == Format::Mxfp4 { n / 2 } else { n };
+            }
+            tensors += config.num_hash_layers;
+            elements += config.num_hash_layers * config.hash_table_shape().iter().product::<usize>();
+            assert_eq!(tensors, num_tensors, "{name}");
+            if let Some(stored) = stored {
+                assert_eq!(elements / 100_000_000, stored, "{name}");
+            }
         };
-        // Published: 284B in all and 13B active, the embedding aside.
-        let (total, active) = count("v4-flash");
-        assert_eq!((total / 100_000_000, active / 100_000_000), (2843, 137));
-        // Published: 1.6T and 49B.
-        let (total, active) = count("v4-pro");
-        assert_eq!((total / 1_000_000_000, active / 100_000_000), (1572, 497));
+        // Published: 284B in all and 13B active, which the embedding is not part of; 1.6T and 49B.
+        check("v4-flash", [2909, 2843, 137], 69_187, None);
+        check("v4-pro", [15988, 15729, 497], 145_116, Some(8616));
         assert_eq!(ModelConfig::preset("v5"), None);
     }
 
