@@ -201,8 +201,10 @@ fn assert_checkpoint(dir: &Path) {
     let weights = load_weights(dir, &config).expect("all tensors");
     Policy::from_weights(&config, &weights, tch::Device::Cpu).expect("a policy");
     let optimizer = std::fs::read(dir.join("optimizer.safetensors")).expect("reads");
-    let moments = SafeTensors::deserialize(&optimizer).expect("moments").len();
-    assert!(moments > 0 && moments.is_multiple_of(2), "{moments} tensors of two moments a parameter");
+    let optimizer = SafeTensors::deserialize(&optimizer).expect("the optimizer's state");
+    let of = |kind: &str| optimizer.names().into_iter().filter(|name| name.ends_with(kind)).count();
+    assert!(of(".mean") > 0 && of(".mean") == of(".square"), "{:?}", optimizer.names());
+    assert_eq!(of(".mean") + of(".square") + of(".momentum"), optimizer.len(), "{:?}", optimizer.names());
     let state = std::fs::read_to_string(dir.join("state.json")).expect("reads");
     let state: serde_json::Value = serde_json::from_str(&state).expect("JSON");
     let step = state["step"].as_u64().expect("the step");

@@ -167,6 +167,23 @@ fn quickstart_starts_on_policy() {
 }
 
 #[test]
+fn muon_trains_matrices_and_says_so_in_its_state() {
+    let (_home, run) = quickstart("optimizer.type=muon optimizer.learning_rate=3e-3");
+    let steps = run.steps();
+    assert_eq!(steps.len(), 2);
+    assert!(steps.iter().all(|metrics| metrics.values().all(|value| value.is_finite())));
+    // The first step is AdamW's: the same rollouts, before any update.
+    assert_eq!(steps[0]["train/loss"], plain().steps()[0]["train/loss"]);
+    assert_ne!(steps[1]["train/log_probs"], plain().steps()[1]["train/log_probs"]);
+    let bytes = std::fs::read(run.checkpoint(2).join("optimizer.safetensors")).expect("reads");
+    let state = safetensors::SafeTensors::deserialize(&bytes).expect("a file");
+    let has = |name: &str| state.names().contains(&name);
+    assert!(has("layers.0.ffn.experts.w1.momentum") && has("hc_head_fn.momentum"), "{:?}", state.names());
+    assert!(has("embed.weight.mean") && has("norm.weight.square") && has("layers.1.attn.compressor.ape.mean"));
+    assert!(!has("embed.weight.momentum") && !has("layers.0.ffn.experts.w1.mean"));
+}
+
+#[test]
 fn several_updates_a_batch_leave_the_policy_only_after_the_first() {
     let (_home, run) = quickstart("num_steps=1 train.updates_per_step=4 eval.num_prompts=1");
     let metrics = &run.steps()[0];

@@ -7,7 +7,7 @@ use std::time::Instant;
 use datasets::Sample;
 use rollout::model::ModelConfig;
 use tch::{Device, Kind};
-use trainer::optimizer::{AdamW, AdamWConfig};
+use trainer::optimizer::{AdamWConfig, MuonConfig, Optimizer};
 use trainer::pack::{PackConfig, pack};
 use trainer::policy::{Gradients, Policy, Replay, initial_weights};
 
@@ -26,9 +26,29 @@ fn main() {
     let sizes = if sizes.is_empty() { vec![1024, 2048, 4096, 16384] } else { sizes };
     let config: ModelConfig = serde_json::from_str(CONFIG).expect("the configuration above is whole");
     let mut policy = Policy::from_weights(&config, &initial_weights(&config, 1), Device::Cpu).expect("just made");
-    let mut optimizer = AdamW::new(&AdamWConfig::default(), &policy);
+    let mut optimizer = Optimizer::adamw(&AdamWConfig::default(), &policy);
     let samples: Vec<Sample> = (0..256u32).map(|i| sample(i, 64)).collect();
     println!("{} threads, 256 samples of 64 tokens", tch::get_num_threads());
+    // The optimizers beside each other, on one gradient; medians of nine steps.
+    let mb = pack(&samples[..16], &PackConfig::default()).remove(0);
+    let loss = -policy.token_logprobs(&mb, Replay::default(), 1.0).0.mean(None::<Kind>);
+    let gradients = Gradients::of(&loss, &policy);
+    let mut optimizers = [
+        ("AdamW", Optimizer::adamw(&AdamWConfig::default(), &policy)),
+        ("Muon", Optimizer::muon(&MuonConfig::default(), &policy)),
+    ];
+    let mut times = [const { Vec::new() }; 2];
+    for _ in 0..9 {
+        for ((_, optimizer), times) in optimizers.iter_mut().zip(&mut times) {
+            let start = Instant::now();
+            optimizer.step(&mut policy, &gradients).expect("gradients are finite");
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    for ((name, _), times) in optimizers.iter().zip(&mut times) {
+        times.sort_by(f64::total_cmp);
+        println!("{name:<6} step {:6.1} ms", 1e3 * times[times.len() / 2]);
+    }
     for microbatch_tokens in sizes {
         let packed = pack(&samples, &PackConfig { microbatch_tokens, ..PackConfig::default() });
         let (mut forward_s, mut backward_s, mut no_grad_s, mut step_s) = (0.0, 0.0, 0.0, 0.0);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use rollout::model::checkpoint::{CheckpointError, WEIGHTS_FILE, save_weights, write_atomically};
 use rollout::tokenizer::Tokenizer;
 
-use crate::optimizer::AdamW;
+use crate::optimizer::Optimizer;
 use crate::policy::Policy;
 
 /// Writes the checkpoint `path` (`.../step-000010`): a folder beside it is filled, synced and renamed.
@@ -19,7 +19,7 @@ pub fn save(
     path: &Path,
     tokenizer: &Tokenizer,
     policy: &Policy,
-    optimizer: &AdamW,
+    optimizer: &Optimizer,
     step: usize,
 ) -> Result<(), CheckpointError> {
     let partial = hidden(path, "partial");

@@ -18,9 +18,9 @@ use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
 use crate::cli::{Failure, OrBadInput};
-use crate::optimizer::AdamW;
+use crate::optimizer::Optimizer;
 use crate::policy::{Frozen, Policy, initial_weights};
-use crate::recipe::{OptimizerConfig, Recipe, RewardConfig, Task};
+use crate::recipe::{Recipe, RewardConfig, Task};
 use crate::sft::demonstrations;
 use crate::tracking::{Console, Header, Metrics, MetricsFile, RunDir, Summary, Tracker};
 
@@ -314,7 +314,7 @@ pub struct Run<'a> {
     /// Handles to it, one for each thread that differentiates.
     pub workers: Vec<Policy>,
     /// How it learns.
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer,
     /// The run's folder.
     pub dir: RunDir,
     /// What a person sees.
@@ -343,8 +343,7 @@ impl<'a> Run<'a> {
         } = inputs;
         let policy = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| frozen.contains(name))?;
         let model = Model::new(&config, 0, &to_engine_format(&config, weights));
-        let OptimizerConfig::AdamW(optimizer) = &recipe.optimizer;
-        let optimizer = AdamW::new(optimizer, &policy);
+        let optimizer = Optimizer::new(&recipe.optimizer, &policy);
         let dir = RunDir::create(&recipe.output_dir, &recipe.name).or_bad_input()?;
         dir.write_recipe(&recipe.to_toml())?;
         let metrics = MetricsFile::open(&dir.metrics())?;

@@ -1,11 +1,9 @@
 //! AdamW: Adam with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2).
 
-use rollout::model::{HostTensor, TensorData, Weights};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::OptimizerError;
-use crate::policy::{Gradients, Policy, to_vec_f32};
+use crate::policy::Parameter;
 
 /// The optimizer's numbers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,141 +39,46 @@ impl Default for AdamWConfig {
     }
 }
 
-/// What a step did.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StepReport {
-    /// Steps taken so far, this one included.
-    pub step: u64,
-    /// The norm of all gradients together, before clipping.
-    pub grad_norm: f64,
-    /// The learning rate of this step.
-    pub learning_rate: f64,
-}
-
-/// The optimizer and its moments.
-pub struct AdamW {
-    config: AdamWConfig,
-    step: u64,
-    moments: Vec<Moments>,
-}
-
-struct Moments {
-    name: String,
+/// The moments of one parameter.
+pub(super) struct Moments {
     /// Mean of the gradients, and of their squares; shaped as the parameter.
-    mean: Tensor,
-    square: Tensor,
+    pub mean: Tensor,
+    pub square: Tensor,
 }
 
-impl AdamW {
-    /// An optimizer that has taken no step.
-    pub fn new(config: &AdamWConfig, policy: &Policy) -> Self {
-        let moments = policy.parameters().iter().map(|p| Moments {
-            name: p.name.clone(),
-            mean: p.master.detach().zeros_like(),
-            square: p.master.detach().zeros_like(),
-        });
-        Self { config: config.clone(), step: 0, moments: moments.collect() }
+impl Moments {
+    pub fn new(parameter: &Parameter) -> Self {
+        let zeros = || parameter.master.detach().zeros_like();
+        Self { mean: zeros(), square: zeros() }
     }
 
-    /// Steps taken so far.
-    pub fn num_steps(&self) -> u64 {
-        self.step
-    }
-
-    /// Updates the masters from the gradients on the leaves, zeroes the gradients and refreshes what is computed from
-    /// masters. A parameter without a gradient is left alone.
-    ///
-    /// With gradient `g` (clipped) and step `t`: `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`,
-    /// `w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
-    ///
-    /// # Errors
-    /// When the gradient's norm is not finite: nothing is updated then. When the update overflows: the policy is then of
-    /// no use.
-    ///
-    /// # Panics
-    /// When `policy` is not the one, or shaped as the one, the optimizer was made for.
-    pub fn step(&mut self, policy: &mut Policy, gradients: &Gradients) -> Result<StepReport, OptimizerError> {
-        let step = self.step + 1;
-        let grad_norm = gradients.norm();
-        if !grad_norm.is_finite() {
-            return Err(OptimizerError::NotFinite { step, norm: grad_norm });
-        }
-        assert_eq!(policy.parameters().len(), self.moments.len(), "the optimizer was made for another policy");
-        self.step = step;
-        let c = &self.config;
-        let learning_rate = c.learning_rate * (step as f64 / c.warmup_steps.max(1) as f64).min(1.0);
-        let clip = if grad_norm > c.max_grad_norm { c.max_grad_norm / grad_norm } else { 1.0 };
-        let (b1, b2) = (c.beta1, c.beta2);
+    /// One update, the `step`-th, of `master` by the clipped gradient `g`: `m = b1 m + (1 - b1) g`,
+    /// `v = b2 v + (1 - b2) g^2`, `w = w (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
+    pub fn update(&mut self, master: &mut Tensor, grad: &Tensor, step: u64, lr: f64, config: &AdamWConfig) {
+        let (b1, b2) = (config.beta1, config.beta2);
         let bias1 = 1.0 - b1.powf(step as f64);
         let bias2 = 1.0 - b2.powf(step as f64);
-        tch::no_grad(|| {
-            let parameters = policy.parameters_mut().iter_mut().zip(&mut self.moments);
-            for ((p, m), grad) in parameters.zip(gradients.tensors()) {
-                if !grad.defined() {
-                    continue;
-                }
-                let grad = if clip == 1.0 { grad.shallow_clone() } else { grad * clip };
-                let _ = m.mean.lerp_(&grad, 1.0 - b1);
-                let _ = m.square.g_mul_scalar_(b2);
-                let _ = m.square.addcmul_(&grad, &(&grad * (1.0 - b2)));
-                if p.master.dim() > 1 && c.weight_decay != 0.0 {
-                    let _ = p.master.g_mul_scalar_(1.0 - learning_rate * c.weight_decay);
-                }
-                let divisor = (&m.square / bias2).sqrt_().g_add_scalar_(c.eps);
-                let _ = p.master.addcdiv_(&(&m.mean * (-learning_rate / bias1)), &divisor);
-            }
-        });
-        let is_finite = |t: &Tensor| bool::try_from(t.isfinite().all()).expect("a truth value");
-        if let Some(p) = policy.parameters().iter().find(|p| !is_finite(&p.master)) {
-            return Err(OptimizerError::Overflow { step, name: p.name.clone() });
+        let _ = self.mean.lerp_(grad, 1.0 - b1);
+        let _ = self.square.g_mul_scalar_(b2);
+        let _ = self.square.addcmul_(grad, &(grad * (1.0 - b2)));
+        if master.dim() > 1 && config.weight_decay != 0.0 {
+            let _ = master.g_mul_scalar_(1.0 - lr * config.weight_decay);
         }
-        policy.refresh_quantized();
-        Ok(StepReport { step, grad_norm, learning_rate })
+        let divisor = (&self.square / bias2).sqrt_().g_add_scalar_(config.eps);
+        let _ = master.addcdiv_(&(&self.mean * (-lr / bias1)), &divisor);
     }
-
-    /// The moments by name: `<parameter>.mean` and `<parameter>.square`. With [`AdamW::num_steps`], all there is to
-    /// resume from.
-    pub fn state(&self) -> Weights {
-        let tensors = self.moments.iter().flat_map(|m| [("mean", m, &m.mean), ("square", m, &m.square)]);
-        tensors.map(|(kind, m, t)| (format!("{}.{kind}", m.name), HostTensor::f32(&shape(t), to_vec_f32(t)))).collect()
-    }
-
-    /// Goes back to a saved state.
-    ///
-    /// # Errors
-    /// When a moment is missing or does not fit its parameter; the optimizer is then partly restored and of no use.
-    pub fn restore(&mut self, state: &Weights, num_steps: u64) -> Result<(), OptimizerError> {
-        for m in &mut self.moments {
-            for (kind, to) in [("mean", &mut m.mean), ("square", &mut m.square)] {
-                let name = format!("{}.{kind}", m.name);
-                let Some(from) = state.get(&name) else { return Err(OptimizerError::Missing { name }) };
-                let expected = shape(to);
-                match &from.data {
-                    TensorData::F32(values) if from.shape == expected => {
-                        to.copy_(&Tensor::from_slice(values).view_(to.size()));
-                    }
-                    _ => return Err(OptimizerError::Shape { name, found: from.shape.clone(), expected }),
-                }
-            }
-        }
-        self.step = num_steps;
-        Ok(())
-    }
-}
-
-fn shape(t: &Tensor) -> Vec<usize> {
-    t.size().iter().map(|&n| n as usize).collect()
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use rollout::model::ModelConfig;
     use tch::Device;
 
+    use super::super::{Optimizer, OptimizerError};
     use super::*;
-    use crate::policy::initial_weights;
+    use crate::policy::{Gradients, Policy, initial_weights, to_vec_f32};
 
-    fn policy() -> Policy {
+    pub fn policy() -> Policy {
         let config: ModelConfig = serde_json::from_value(serde_json::json!({
             "model_type": "deepseek_v4", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1,
             "num_attention_heads": 1, "head_dim": 8, "qk_rope_head_dim": 4, "q_lora_rank": 4, "o_groups": 1,
@@ -190,7 +93,7 @@ mod tests {
     }
 
     /// A made-up gradient of every parameter, a function of step and place.
-    fn made_up(policy: &Policy, step: usize, scale: f32) -> (Vec<Vec<f32>>, Gradients) {
+    pub fn made_up(policy: &Policy, step: usize, scale: f32) -> (Vec<Vec<f32>>, Gradients) {
         let (mut all, mut tensors) = (Vec::new(), Vec::new());
         for (i, p) in policy.parameters().iter().enumerate() {
             let grad: Vec<f32> =
@@ -201,7 +104,7 @@ mod tests {
         (all, Gradients::from_tensors(tensors))
     }
 
-    fn masters(policy: &Policy) -> Vec<Vec<f32>> {
+    pub fn masters(policy: &Policy) -> Vec<Vec<f32>> {
         policy.parameters().iter().map(|p| to_vec_f32(&p.master)).collect()
     }
 
@@ -215,7 +118,7 @@ mod tests {
             ..Default::default()
         };
         let mut policy = policy();
-        let mut optimizer = AdamW::new(&config, &policy);
+        let mut optimizer = Optimizer::adamw(&config, &policy);
         let mut w: Vec<Vec<f64>> = masters(&policy).iter().map(|p| p.iter().map(|&x| f64::from(x)).collect()).collect();
         let mut m: Vec<Vec<f64>> = w.iter().map(|p| vec![0.0; p.len()]).collect();
         let mut v = m.clone();
@@ -248,14 +151,14 @@ mod tests {
     #[test]
     fn a_restored_state_repeats_the_steps() {
         let (mut policy, config) = (policy(), AdamWConfig::default());
-        let mut optimizer = AdamW::new(&config, &policy);
+        let mut optimizer = Optimizer::adamw(&config, &policy);
         let (first, second) = (made_up(&policy, 1, 1.0).1, made_up(&policy, 2, 1.0).1);
         optimizer.step(&mut policy, &first).unwrap();
         let (weights, state, num_steps) = (policy.to_weights(), optimizer.state(), optimizer.num_steps());
 
         optimizer.step(&mut policy, &second).unwrap();
         let mut resumed = Policy::from_weights(policy.config(), &weights, Device::Cpu).unwrap();
-        let mut again = AdamW::new(&config, &resumed);
+        let mut again = Optimizer::adamw(&config, &resumed);
         again.restore(&state, num_steps).unwrap();
         again.step(&mut resumed, &second).unwrap();
         assert_eq!(masters(&resumed), masters(&policy));
@@ -269,7 +172,7 @@ mod tests {
     #[test]
     fn a_gradient_that_is_not_finite_changes_nothing() {
         let mut policy = policy();
-        let mut optimizer = AdamW::new(&AdamWConfig::default(), &policy);
+        let mut optimizer = Optimizer::adamw(&AdamWConfig::default(), &policy);
         let before = masters(&policy);
         let (_, gradients) = made_up(&policy, 1, f32::INFINITY);
         assert!(matches!(optimizer.step(&mut policy, &gradients), Err(OptimizerError::NotFinite { step: 1, .. })));
@@ -280,7 +183,7 @@ mod tests {
     #[test]
     fn an_update_that_overflows_is_an_error() {
         let mut policy = policy();
-        let mut optimizer = AdamW::new(&AdamWConfig { learning_rate: 1e38, ..Default::default() }, &policy);
+        let mut optimizer = Optimizer::adamw(&AdamWConfig { learning_rate: 1e38, ..Default::default() }, &policy);
         let mut steps = (1..9).map(|step| {
             let (_, gradients) = made_up(&policy, step, 1.0);
             optimizer.step(&mut policy, &gradients)

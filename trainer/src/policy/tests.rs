@@ -168,7 +168,7 @@ fn fp4_experts_compute_on_their_codes_and_train_their_masters() {
 
     // A step moves the master by less than a rounding step; the codes follow only when it has moved far enough.
     let cfg = crate::optimizer::AdamWConfig { learning_rate: 1e-4, weight_decay: 0.0, ..Default::default() };
-    let mut optimizer = crate::optimizer::AdamW::new(&cfg, &policy);
+    let mut optimizer = crate::optimizer::Optimizer::adamw(&cfg, &policy);
     optimizer.step(&mut policy, &gradients).unwrap();
     for p in policy.parameters().iter().filter(|p| p.quantized) {
         let (master, leaf) = (to_vec_f32(&p.master), to_vec_f32(&p.leaf));
@@ -209,20 +209,29 @@ fn initial_weights_are_whole_and_hash_tables_fair() {
 
 #[test]
 fn a_small_model_learns_its_samples() {
+    use crate::optimizer::{AdamWConfig, MuonConfig, Optimizer};
+
+    tch::set_num_threads(1); // as in a run: products this small only wait for threads
     let config = ModelConfig { initializer_range: None, ..small_config(true) };
-    let mut policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
-    let cfg = crate::optimizer::AdamWConfig { learning_rate: 1e-2, ..Default::default() };
-    let mut optimizer = crate::optimizer::AdamW::new(&cfg, &policy);
-    let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
-    let mut losses = Vec::new();
-    for _ in 0..30 {
-        let loss = mean_cross_entropy(&policy, &mb);
-        losses.push(loss.double_value(&[]));
-        let gradients = Gradients::of(&loss, &policy);
-        optimizer.step(&mut policy, &gradients).unwrap();
+    let adamw = AdamWConfig { learning_rate: 1e-2, ..Default::default() };
+    let muon = MuonConfig { learning_rate: 3e-2, ..Default::default() };
+    type Make<'a> = &'a dyn Fn(&Policy) -> Optimizer;
+    let optimizers: [(&str, Make<'_>); 2] =
+        [("adamw", &|policy| Optimizer::adamw(&adamw, policy)), ("muon", &|policy| Optimizer::muon(&muon, policy))];
+    for (name, optimizer) in optimizers {
+        let mut policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
+        let mut optimizer = optimizer(&policy);
+        let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
+        let mut losses = Vec::new();
+        for _ in 0..30 {
+            let loss = mean_cross_entropy(&policy, &mb);
+            losses.push(loss.double_value(&[]));
+            let gradients = Gradients::of(&loss, &policy);
+            optimizer.step(&mut policy, &gradients).unwrap();
+        }
+        assert!((losses[0] - 40f64.ln()).abs() < 0.1, "starts near the uniform distribution: {}", losses[0]);
+        assert!(losses[29] < 1.5, "{name}: {losses:?}");
     }
-    assert!((losses[0] - 40f64.ln()).abs() < 0.1, "starts near the uniform distribution: {}", losses[0]);
-    assert!(losses[29] < 1.5, "{losses:?}");
 }
 
 fn mtp_config() -> ModelConfig {
@@ -242,7 +251,7 @@ fn what_is_frozen_stays_bit_for_bit_and_the_rest_moves() {
     let frozen = frozen(&patterns, 0.0, &config).unwrap();
     let mut policy = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| frozen.contains(name)).unwrap();
     let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
-    let mut optimizer = crate::optimizer::AdamW::new(&crate::optimizer::AdamWConfig::default(), &policy);
+    let mut optimizer = crate::optimizer::Optimizer::adamw(&crate::optimizer::AdamWConfig::default(), &policy);
     // A worker's handle differentiates, as in training.
     let worker = policy.share();
     for _ in 0..2 {
@@ -293,7 +302,7 @@ fn multi_token_prediction_is_trained_when_its_loss_has_a_weight() {
     let config = ModelConfig { initializer_range: None, ..mtp_config() };
     let mut policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
     let cfg = crate::optimizer::AdamWConfig { learning_rate: 1e-2, ..Default::default() };
-    let mut optimizer = crate::optimizer::AdamW::new(&cfg, &policy);
+    let mut optimizer = crate::optimizer::Optimizer::adamw(&cfg, &policy);
     let mb = pack(&samples(&[40; 8]), &PackConfig::default()).remove(0);
     let normaliser = crate::loss::Normaliser::new([&mb], crate::loss::Aggregation::TokenMean);
     let mut losses = Vec::new();

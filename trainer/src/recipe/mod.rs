@@ -22,7 +22,7 @@ use tagged::tagged_enum;
 
 use crate::advantage::GrpoConfig;
 use crate::loss::PpoClipConfig;
-use crate::optimizer::AdamWConfig;
+use crate::optimizer::{AdamWConfig, MuonConfig};
 use crate::pack::PackConfig;
 use reward::reasoning_gym::ReasoningGymConfig;
 
@@ -259,6 +259,18 @@ tagged_enum! {
     pub enum OptimizerConfig {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         "adamw" => AdamW(AdamWConfig),
+        /// Muon for matrices, AdamW for the rest, as DeepSeek-V4 was trained (arXiv:2606.19348, sec. 2.4).
+        "muon" => Muon(MuonConfig),
+    }
+}
+
+impl OptimizerConfig {
+    /// AdamW's numbers: of every parameter, or of those that Muon does not take.
+    pub fn adamw(&self) -> AdamWConfig {
+        match self {
+            Self::AdamW(config) => config.clone(),
+            Self::Muon(config) => config.adamw(),
+        }
     }
 }
 
@@ -369,7 +381,7 @@ impl Recipe {
     fn validate(&self, task: Task) -> Result<(), Conflict> {
         let LossConfig::PpoClip(loss) = &self.loss;
         let AdvantageConfig::Grpo(advantage) = &self.advantage;
-        let OptimizerConfig::AdamW(optimizer) = &self.optimizer;
+        let optimizer = self.optimizer.adamw();
 
         let name_is_plain = self.name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
         require(
@@ -503,6 +515,17 @@ impl Recipe {
             "0 or a number from 0.001 to 1000",
             "0 takes the likeliest token",
         )?;
+        if let OptimizerConfig::Muon(muon) = &self.optimizer {
+            let advice = "it is the share of the old momentum that an update keeps; 0.95 is usual";
+            require(
+                (0.0..1.0).contains(&muon.momentum),
+                "optimizer.momentum",
+                muon.momentum,
+                "at least 0 and below 1",
+                advice,
+            )?;
+            positive("optimizer.update_rms", muon.update_rms, "0.18 is V4's")?;
+        }
         for (key, beta) in [("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)] {
             let advice = "it is the share of the old mean that an update keeps";
             require((0.0..1.0).contains(&beta), key, beta, "at least 0 and below 1", advice)?;

@@ -417,7 +417,7 @@ fn set_takes_toml_or_else_a_string() {
     assert_eq!(recipe.model.path, Path::new("y"));
     assert_eq!(recipe.output_dir, Path::new("a=b"));
     assert!(!recipe.prompts.shuffle);
-    let OptimizerConfig::AdamW(optimizer) = recipe.optimizer;
+    let OptimizerConfig::AdamW(optimizer) = recipe.optimizer else { panic!("adamw is picked") };
     assert_eq!(optimizer.learning_rate, 1.0);
 }
 
