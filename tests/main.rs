@@ -8,6 +8,7 @@ mod sizes;
 mod text_golden;
 mod engine_golden;
 mod policy_golden;
+mod engine_bits;
 mod engine;
 mod program;
 mod bad_input;
