@@ -13,3 +13,4 @@ mod engine;
 mod program;
 mod bad_input;
 mod recipes;
+mod multi_token;
