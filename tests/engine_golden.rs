@@ -7,7 +7,7 @@ use rollout::model::{ForwardOutput, LayerKind, Model, Segment, Trace, Values, Wo
 use crate::golden::{Case, Recorded, cases, check_traces, print_table};
 
 /// A forward pass over whole sequences, multi-token prediction behind it where the model has it: every op.
-fn run(model: &Model, sequences: &[Vec<u32>]) -> Trace {
+pub fn run(model: &Model, sequences: &[Vec<u32>]) -> Trace {
     let config = model.config();
     let (mut workspace, mut out, mut trace) = (Workspace::default(), ForwardOutput::default(), Trace::default());
     let mut caches: Vec<KvCache> = sequences.iter().map(|_| KvCache::new(config)).collect();

@@ -1,13 +1,17 @@
 //! Multi-token prediction end to end: trained where the recipe gives its loss a weight, else carried along untouched.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use rollout::model::checkpoint::{load_weights, save_weights};
-use rollout::model::{MTP_PREFIX, ModelConfig, Weights};
-use trainer::policy::initial_weights;
+use rollout::model::{MTP_PREFIX, Model, ModelConfig, Trace, Weights, compare, first_beyond};
+use tch::Device;
+use trainer::policy::{Policy, initial_weights};
 
+use crate::golden::TOLERANCE;
 use crate::program::{RunFolder, home, root};
 use crate::recipes::{SHRUNK, result, run};
+use crate::{engine_golden, policy_golden};
 
 const QUICKSTART: &str = "recipes/quickstart.toml";
 
@@ -42,6 +46,28 @@ fn weights_in(dir: &Path) -> (Weights, Weights) {
 
 fn mtp_losses(run: &RunFolder) -> Vec<f64> {
     run.steps().iter().filter_map(|metrics| metrics.get("train/mtp_loss")).copied().collect()
+}
+
+#[test]
+fn engine_and_policy_compute_the_same_op_by_op() {
+    let home = home();
+    let base = base_with_mtp(home.path());
+    let config = ModelConfig::load(&base.join("config.json")).expect("a configuration");
+    let weights = load_weights(&base, &config).expect("weights");
+    let policy = Policy::from_weights(&config, &weights, Device::Cpu).expect("a policy");
+    let model = Model::load(&base, &config).expect("a model");
+    let tokens = |n: u32, step: u32| (0..n).map(|t| (t * t * step + 7 * t) % 272).collect::<Vec<u32>>();
+    // Whole blocks of every layer, and sequences that are shorter than any.
+    for sequences in [vec![tokens(64, 5), tokens(64, 11)], vec![tokens(3, 3)]] {
+        let (engine, policy) = (engine_golden::run(&model, &sequences), policy_golden::run(&policy, &sequences));
+        let differences = compare(&engine, &policy);
+        if let Some(first) = first_beyond(&differences, TOLERANCE) {
+            panic!("{} tokens: {first}", sequences[0].len());
+        }
+        let names = |trace: &Trace| trace.ops().iter().map(|(name, _)| name.clone()).collect::<BTreeSet<String>>();
+        assert_eq!(names(&engine), names(&policy));
+        assert_eq!(names(&engine).iter().filter(|name| name.starts_with("mtp.")).count(), 17);
+    }
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn to_vec(x: &Tensor) -> Vec<f32> {
 }
 
 /// Every op of a forward pass over whole sequences; of multi-token prediction over all positions but the last.
-fn run(policy: &Policy, sequences: &[Vec<u32>]) -> Trace {
+pub fn run(policy: &Policy, sequences: &[Vec<u32>]) -> Trace {
     let _guard = tch::no_grad_guard();
     let mut trace = Trace::default();
     let hidden = policy.forward(&microbatch(sequences, true), Replay::default(), Some(&mut trace));
