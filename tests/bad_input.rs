@@ -293,6 +293,33 @@ fn a_checkpoint_that_is_damaged() {
 }
 
 #[test]
+fn multi_token_prediction_that_is_not_there() {
+    assert_snapshot!(refused(home().path(), "train.mtp_loss_weight=0.3"), @"
+    error: `train.mtp_loss_weight` is 0.3, but the model has no multi-token-prediction block; set it to 0
+    exit status 2
+    ");
+    assert_snapshot!(refused(home().path(), "train.mtp_loss_weight=-1"), @"
+    error: --set train.mtp_loss_weight=-1: `train.mtp_loss_weight` is -1, expected 0 or a number above; 0.1 to 0.3 is usual; 0 leaves it out
+    exit status 2
+    ");
+    // A configuration that promises the block, and a checkpoint without it.
+    assert_snapshot!(ModelCopy::new().set("num_nextn_predict_layers", 1).refused(), @"
+    error: `model.path`: home/model/model.safetensors: tensor `mtp.0.e_proj.weight` is missing; config.json asks for it with shape [128, 128]; set `num_nextn_predict_layers` to 0 in config.json if the model comes without multi-token prediction
+    exit status 2
+    ");
+    assert_snapshot!(ModelCopy::new().set("num_nextn_predict_layers", 2).refused(), @"
+    error: `model.path`: home/model/config.json: `num_nextn_predict_layers` is 2, expected 0 or 1; correct the file or choose another model
+    exit status 2
+    ");
+    let ratios = vec![0, 4, 8, 4, 4];
+    let compressed = ModelCopy::new().set("num_nextn_predict_layers", 1).set("compress_ratios", ratios);
+    assert_snapshot!(compressed.refused(), @"
+    error: `model.path`: home/model/config.json: `compress_ratios` is a list with 4 for the multi-token-prediction block, expected 0 there: it has a sliding window only; correct the file or choose another model
+    exit status 2
+    ");
+}
+
+#[test]
 fn an_output_dir_that_cannot_be_used() {
     let home = home();
     std::fs::write(home.path().join("runs"), "").expect("writes");

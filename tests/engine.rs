@@ -86,7 +86,7 @@ fn rollouts_do_not_depend_on_threads_batch_or_company() {
     let requests = requests();
     let want = generate(&engine(1), &requests, &options());
     assert_eq!(want.iter().map(|group| group.rollouts.len()).sum::<usize>(), 12);
-    for num_threads in [2, 3] {
+    for num_threads in [2, 3, 4] {
         let got = generate(&engine(num_threads), &requests, &options());
         assert_eq!(all_said(&got), all_said(&want), "{num_threads} threads");
     }

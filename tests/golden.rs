@@ -1,9 +1,10 @@
 //! Golden cases found by folder: what every test of the model's numbers reads.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use rollout::model::checkpoint::load_weights;
-use rollout::model::{CSA_RATIO, Difference, Extent, ModelConfig, Trace, Values, Weights, compare};
+use rollout::model::{CSA_RATIO, Difference, Extent, ModelConfig, Trace, Values, Weights, compare, first_beyond};
 use safetensors::{Dtype, SafeTensors};
 
 /// One folder with `config.json`, `model.safetensors` and recorded results.
@@ -14,10 +15,15 @@ pub struct Case {
     pub weights: Weights,
 }
 
-/// Every case under `FURLONG_GOLDEN_V4`, or under `tests/golden/v4`.
+/// The folder that holds the cases: `FURLONG_GOLDEN_V4`, or `tests/golden/v4`.
+fn root() -> PathBuf {
+    std::env::var_os("FURLONG_GOLDEN_V4")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/v4"), PathBuf::from)
+}
+
+/// Every case under [`root`].
 pub fn cases() -> Vec<Case> {
-    let root = std::env::var_os("FURLONG_GOLDEN_V4")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/v4"), PathBuf::from);
+    let root = root();
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(&root)
         .unwrap_or_else(|e| panic!("cannot list {}: {e}", root.display()))
         .map(|entry| entry.expect("a folder can be listed").path())
@@ -37,6 +43,13 @@ fn case(dir: &Path) -> Case {
 }
 
 impl Case {
+    /// What the script that made the case says of it.
+    pub fn meta(&self) -> serde_json::Value {
+        let path = self.dir.join("meta.json");
+        let text = std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        serde_json::from_slice(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    }
+
     /// The recorded files whose name starts with `prefix`.
     pub fn files(&self, prefix: &str) -> Vec<Recorded> {
         let mut paths: Vec<PathBuf> = std::fs::read_dir(&self.dir)
@@ -107,9 +120,60 @@ impl Recorded {
 /// Absolute, in f32: logits and every op before them (v4/SPEC section 15).
 pub const TOLERANCE: f32 = 2e-4;
 
-/// Keys that are no op: inputs, and the run with rounded activations, which has a test of its own.
+/// Keys that are no op: inputs, and the run whose activations are rounded as in deployment, which neither forward does.
 fn is_op(name: &str) -> bool {
     !["input_ids", "kept_positions"].contains(&name) && !name.starts_with("deploy.")
+}
+
+/// The parts of a case that no test compares, each with the reason.
+const NOT_COMPARED: [(&str, &str); 7] = [
+    ("case", "the folder's name"),
+    ("params", "what the script was given; config.json says the same"),
+    ("torch", "a version"),
+    ("transformers", "a version"),
+    ("margins", "how far the reference's choices are from falling otherwise; the choices are compared"),
+    ("checks", "how far the reference is from itself"),
+    ("files", "empty"),
+];
+
+/// Folders beside the cases, which have tests of their own.
+const NO_CASES: [&str; 2] = ["formats", "text"];
+
+#[test]
+fn golden_v4_no_part_of_a_case_goes_unseen() {
+    for dir in std::fs::read_dir(root()).expect("lists").map(|entry| entry.expect("lists").path()) {
+        let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_known = NO_CASES.contains(&name.as_str()) || dir.join("config.json").is_file();
+        assert!(is_known || !dir.is_dir(), "{}: neither a case, which has a config.json, nor known", dir.display());
+    }
+    for case in cases() {
+        let meta = case.meta();
+        for key in meta.as_object().expect("meta.json is an object").keys() {
+            let is_read = ["grad_at", "no_gradient", "loss", "loss_mtp"].contains(&key.as_str());
+            let is_listed = NOT_COMPARED.iter().any(|(name, _)| name == key);
+            assert!(is_read || is_listed, "{}: no test looks at `{key}` of meta.json", case.name);
+        }
+        let names = crate::program::names_in(&case.dir);
+        for name in &names {
+            // Every key of these is compared, or the test that reads them fails.
+            let is_read = match name.strip_suffix(".safetensors") {
+                Some("model" | "grads") => true,
+                Some("grads_with_mtp") => case.config.has_mtp(),
+                Some(file) => {
+                    let prefill = file.strip_prefix("cache_after_prefill_");
+                    let decode = |len: &str| names.iter().any(|n| n.ends_with(&format!("_from_{len}.safetensors")));
+                    file.starts_with("run_") || file.starts_with("decode_") || prefill.is_some_and(decode)
+                }
+                None => ["config.json", "meta.json"].contains(&name.as_str()),
+            };
+            assert!(is_read, "{}: no test looks at {name}", case.name);
+        }
+        let known: HashSet<String> = case.weights.keys().cloned().collect();
+        for name in Recorded::read(&case.dir.join("model.safetensors")).names() {
+            let weight = name.replace(".scale", ".weight");
+            assert!(known.contains(&name) || known.contains(&weight), "{}: `{name}` is not loaded", case.name);
+        }
+    }
 }
 
 impl Recorded {
@@ -131,24 +195,27 @@ impl Recorded {
             }
             let (shape, values) = self.f32(&name).unwrap_or_else(|| panic!("{name} holds no numbers"));
             let width = shape[shape.len() - 1];
-            let values = if let Some(layer) = name.strip_suffix(".router.weights") {
+            // Routers are recorded by row, `[B * L, ..]`, all else by sequence and position.
+            let row = &shape[if name.contains(".router.") { 1 } else { 2 }..];
+            let (row, values) = if let Some(layer) = name.strip_suffix(".router.weights") {
                 // Recorded in the order in which the experts were chosen; told in that of the experts.
                 let (_, experts) = self.i32(&format!("{layer}.router.experts")).expect("weights come with experts");
                 let rows = values.chunks_exact(width).zip(experts.chunks_exact(width));
-                rows.flat_map(|(weights, experts)| {
+                let ordered = rows.flat_map(|(weights, experts)| {
                     let mut pairs: Vec<(i32, f32)> = experts.iter().copied().zip(weights.iter().copied()).collect();
                     pairs.sort_by_key(|(expert, _)| *expert);
                     pairs.into_iter().map(|(_, weight)| weight)
-                })
-                .collect()
+                });
+                (row, ordered.collect())
             } else if name.ends_with(".indexer.scores") {
                 // Of all blocks; a row may see those that are complete by its token.
                 let rows = values.chunks_exact(width).enumerate();
-                rows.flat_map(|(row, scores)| scores[..(row % len + 1) / CSA_RATIO].to_vec()).collect()
+                let seen = rows.flat_map(|(row, scores)| scores[..(row % len + 1) / CSA_RATIO].to_vec());
+                (&[][..], seen.collect())
             } else {
-                values
+                (row, values)
             };
-            trace.numbers(name, values);
+            trace.numbers(name, row, values);
         }
         trace
     }
@@ -158,8 +225,8 @@ impl Recorded {
     pub fn decode_trace(&self) -> Trace {
         let mut trace = Trace::default();
         for name in self.names() {
-            if let Some((_, values)) = self.f32(&name).filter(|_| name.ends_with("_logits")) {
-                trace.numbers(name, values);
+            if let Some((shape, values)) = self.f32(&name).filter(|_| name.ends_with("_logits")) {
+                trace.numbers(name, &shape[2..], values);
             } else if name.contains(".router.") || name.contains(".indexer.") {
                 let (shape, slots) = self.i32(&name).expect("choices are integers");
                 trace.choices(name, slots.chunks_exact(shape[shape.len() - 1]).map(chosen));
@@ -178,35 +245,35 @@ impl Recorded {
         let mut trace = Trace::default();
         for (name, values) in got.ops() {
             match values {
-                Values::Numbers(values) if name.ends_with(".streams_out") => {
+                Values::Numbers { shape, values } if name.starts_with("layers.") && name.ends_with(".streams_out") => {
                     let width = values.len() / num_rows;
                     let rows = (0..sequences.len()).flat_map(|b| kept.iter().map(move |&p| b * len + p as usize));
-                    trace.numbers(name, rows.flat_map(|row| &values[row * width..][..width]).copied().collect());
+                    let kept = rows.flat_map(|row| &values[row * width..][..width]).copied().collect();
+                    trace.numbers(name, &shape[1..], kept);
                 }
-                Values::Numbers(values) => trace.numbers(name, values.clone()),
-                Values::Choices(rows) => trace.choices(name, rows.clone()),
+                _ => trace.push(name, values.clone()),
             }
         }
         trace
     }
 
-    /// Holds a forward pass over this run's sequences against what was recorded, and prints the largest difference.
+    /// Holds a forward pass over this run's sequences against what was recorded; the largest difference, in a line.
     ///
     /// # Panics
     /// With the first op that differs, in the order of computation.
     #[track_caller]
-    pub fn check(&self, at: &str, got: Trace) {
+    pub fn check(&self, at: &str, got: Trace) -> String {
         let (got, want) = (self.kept(got), self.trace());
-        check_traces(&format!("{at} {}", self.name()), &got, &want);
+        check_traces(&format!("{at} {}", self.name()), &got, &want)
     }
 }
 
-/// Fails with the first op of `want` that `got` has otherwise, and prints the largest difference.
+/// Fails with the first op of `want` that `got` has otherwise; else the largest difference, in a line.
 #[track_caller]
-pub fn check_traces(at: &str, got: &Trace, want: &Trace) {
+pub fn check_traces(at: &str, got: &Trace, want: &Trace) -> String {
     let differences = compare(got, want);
     assert!(!differences.is_empty(), "{at}: nothing was recorded");
-    if let Some(first) = differences.iter().find(|d| !d.extent.is_within(TOLERANCE)) {
+    if let Some(first) = first_beyond(&differences, TOLERANCE) {
         let rest = differences.iter().filter(|d| !d.extent.is_within(TOLERANCE)).count() - 1;
         panic!("{at}: {first}; {rest} more ops of {} differ after it", differences.len());
     }
@@ -217,12 +284,18 @@ pub fn check_traces(at: &str, got: &Trace, want: &Trace) {
     let logits = differences.iter().filter(|d| d.name.ends_with("logits") && !d.name.contains("router"));
     let logits = logits.map(|d| size(&d)).fold(0.0, f32::max);
     let largest = differences.iter().max_by(|a, b| size(a).total_cmp(&size(b))).expect("there is one");
-    println!(
+    format!(
         "{at:<44} {:>3} ops, logits {logits:.1e}, largest {:.1e} ({})",
         differences.len(),
         size(&largest),
         largest.name
-    );
+    )
+}
+
+/// Prints a test's lines at once, so that those of another do not come between them.
+pub fn print_table(lines: &[String]) {
+    assert!(!lines.is_empty(), "no case records any of this");
+    println!("\n{}", lines.join("\n"));
 }
 
 /// The largest absolute difference.

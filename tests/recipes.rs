@@ -11,7 +11,7 @@ use trainer::tracking::Metrics;
 use crate::program::{Ending, RunFolder, args, home, names_in, root, task_of, trainer};
 
 /// Several microbatches a step, in seconds instead of minutes.
-const SHRUNK: &str = "num_steps=2 prompts_per_step=4 group_size=4 pack.microbatch_tokens=256 pack.row_tokens=128 \
+pub const SHRUNK: &str = "num_steps=2 prompts_per_step=4 group_size=4 pack.microbatch_tokens=256 pack.row_tokens=128 \
                       eval.num_prompts=8 eval.samples_per_prompt=1";
 
 /// Every recipe, with what it is for.
@@ -67,7 +67,7 @@ fn every_recipe_passes_its_dry_run_and_writes_nothing() {
 
 /// Runs a recipe with `sets` over it to its end.
 #[track_caller]
-fn run(task: &str, recipe: &str, home: &Path, sets: &str) -> RunFolder {
+pub fn run(task: &str, recipe: &str, home: &Path, sets: &str) -> RunFolder {
     let outcome = trainer(args(task, recipe, home, sets)).done();
     let folder = outcome.stderr.lines().find_map(|line| line.strip_prefix("  run ")).expect("the header names it");
     let run = RunFolder(folder.trim().into());
@@ -194,10 +194,10 @@ fn several_updates_a_batch_leave_the_policy_only_after_the_first() {
 }
 
 /// Step, name and bits of a number.
-type Logged = (usize, String, u64);
+pub type Logged = (usize, String, u64);
 
 /// What must not differ between two runs: all metrics but times and speeds, and every byte of the checkpoint.
-fn result(run: &RunFolder) -> (Vec<Logged>, Vec<Vec<u8>>) {
+pub fn result(run: &RunFolder) -> (Vec<Logged>, Vec<Vec<u8>>) {
     let metrics = run.metrics().into_iter().flat_map(|(step, metrics)| {
         let timeless = metrics.into_iter().filter(|(name, _)| !name.starts_with("perf/"));
         timeless.map(move |(name, value)| (step, name, value.to_bits()))

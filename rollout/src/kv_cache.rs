@@ -11,7 +11,8 @@ use crate::model::{CSA_RATIO, LayerKind, ModelConfig, Trace};
 pub struct KvCache {
     /// Tokens that went through the model.
     pub len: usize,
-    /// Tokens that went through its multi-token-prediction block: at most `len`, each with the one after it.
+    /// Tokens that went through its multi-token-prediction block: at most `len`, each with the one after it. Where it
+    /// equals `len` that block has read the next token already, so a fork from here cannot take another.
     pub mtp_len: usize,
     /// Of each layer, and of the multi-token-prediction block, if there is one.
     pub(crate) layers: Vec<LayerCache>,
@@ -91,17 +92,19 @@ impl KvCache {
             let window = &layer.window;
             let seen = window.window.saturating_sub(1) * window.width;
             let rows = &window.rows[window.rows.len().saturating_sub(seen)..];
-            trace.numbers(format!("layers.{i}.window_kv"), rows.to_vec());
+            trace.numbers(format!("layers.{i}.window_kv"), &[window.width], rows.to_vec());
             for (name, cache) in [("compressor", &layer.compressor), ("indexer", &layer.indexer)] {
                 let Some(cache) = cache else { continue };
-                for (part, values) in [
-                    ("compressed_kv", &cache.entries),
-                    ("buffer_kv", &cache.pending.kv),
-                    ("buffer_gate", &cache.pending.gate),
-                    ("overlap_kv", &cache.previous.kv),
-                    ("overlap_gate", &cache.previous.gate),
+                // A row of an open block has a series for each block that it will be part of.
+                let (width, series) = (cache.width, if cache.overlaps { 2 } else { 1 });
+                for (part, width, values) in [
+                    ("compressed_kv", width, &cache.entries),
+                    ("buffer_kv", series * width, &cache.pending.kv),
+                    ("buffer_gate", series * width, &cache.pending.gate),
+                    ("overlap_kv", width, &cache.previous.kv),
+                    ("overlap_gate", width, &cache.previous.gate),
                 ] {
-                    trace.numbers(format!("layers.{i}.{name}.{part}"), values.clone());
+                    trace.numbers(format!("layers.{i}.{name}.{part}"), &[width], values.clone());
                 }
             }
         }

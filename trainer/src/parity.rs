@@ -176,7 +176,7 @@ fn policy_trace(policy: &Policy, sample: &Sample) -> Trace {
     let mut trace = Trace::default();
     let mb = pack(std::slice::from_ref(sample), &PackConfig::default()).remove(0);
     let hidden = policy.forward(&mb, Replay::default(), Some(&mut trace));
-    trace.numbers("logits", to_vec_f32(&policy.logits(&hidden)));
+    trace.numbers("logits", &[policy.config().vocab_size], to_vec_f32(&policy.logits(&hidden)));
     trace
 }
 

@@ -127,7 +127,8 @@ impl Model {
     /// [`Workspace::streams`] has the streams of the forward pass before.
     ///
     /// # Panics
-    /// When the model has no such block, the streams do not fit, or a token is not of the vocabulary.
+    /// When the model has no such block, the streams do not fit, a token is not of the vocabulary, or one comes before the
+    /// model itself has seen the token in front of it.
     pub fn forward_mtp(
         &self,
         streams: &[f32],
@@ -165,8 +166,10 @@ impl Model {
             }
         }
         self.block(config.num_hidden_layers, &mtp.layer, segments, ws, out, trace.as_deref_mut());
-        for segment in segments.iter_mut() {
-            segment.cache.mtp_len += segment.tokens.len();
+        for Segment { cache, tokens, .. } in segments.iter_mut() {
+            cache.mtp_len += tokens.len();
+            let (mtp_len, len) = (cache.mtp_len, cache.len);
+            assert!(mtp_len <= len, "{mtp_len} tokens of multi-token prediction after {len} of the model");
         }
         self.head(&mtp.collapse, "mtp.", segments, ws, out, trace);
     }
@@ -188,7 +191,8 @@ impl Model {
         self.experts(layer_idx, layer, ws, out, trace.as_deref_mut());
         expand(&self.config, ws);
         if let Some(trace) = trace {
-            trace.numbers(format!("{}.streams_out", layer.name), ws.streams.clone());
+            let (n, d) = (self.config.hc_mult, self.config.hidden_size);
+            trace.numbers(format!("{}.streams_out", layer.name), &[n, d], ws.streams.clone());
         }
     }
 
@@ -249,9 +253,9 @@ impl Model {
         }
         if let Some((trace, op)) = trace {
             let part = |from: usize, to: usize| z.chunks_exact(mixes).flat_map(|z| &z[from..to]).copied().collect();
-            trace.numbers(format!("{op}.post"), part(n, 2 * n));
-            trace.numbers(format!("{op}.comb"), part(2 * n, mixes));
-            trace.numbers(format!("{op}.collapsed"), x.to_vec());
+            trace.numbers(format!("{op}.post"), &[n], part(n, 2 * n));
+            trace.numbers(format!("{op}.comb"), &[n, n], part(2 * n, mixes));
+            trace.numbers(format!("{op}.collapsed"), &[d], x.to_vec());
         }
         norm::rms_norm(x, self.vector(norm_weight), config.rms_norm_eps);
     }
@@ -274,7 +278,7 @@ impl Model {
         self.matrix(layer.wq_a).forward(&ws.x, qr, &mut ws.unpacked);
         norm::rms_norm(qr, self.vector(layer.q_norm), eps);
         if let Some((trace, op)) = layer.op("q_residual", &mut trace) {
-            trace.numbers(op, qr.to_vec());
+            trace.numbers(op, &[rank], qr.to_vec());
         }
         let q = sized(&mut ws.q, num_rows * h * c);
         self.matrix(layer.wq_b).forward(qr, q, &mut ws.unpacked);
@@ -352,14 +356,15 @@ impl Model {
                 caches.flat_map(|cache| &cache.entries).copied().collect::<Vec<f32>>()
             };
             if layer.compressor.is_some() {
-                trace.numbers(format!("{name}.compressed_kv"), entries(|cache| cache.compressor.as_ref()));
+                trace.numbers(format!("{name}.compressed_kv"), &[c], entries(|cache| cache.compressor.as_ref()));
             }
             if let Some(IndexerTrace { scores, blocks }) = picked {
-                trace.numbers(format!("{name}.indexer.keys"), entries(|cache| cache.indexer.as_ref()));
-                trace.numbers(format!("{name}.indexer.scores"), scores);
+                let keys = entries(|cache| cache.indexer.as_ref());
+                trace.numbers(format!("{name}.indexer.keys"), &[config.index_head_dim], keys);
+                trace.numbers(format!("{name}.indexer.scores"), &[], scores);
                 trace.choices(format!("{name}.indexer.topk"), blocks);
             }
-            trace.numbers(format!("{name}.attn_out"), y.to_vec());
+            trace.numbers(format!("{name}.attn_out"), &[config.hidden_size], y.to_vec());
         }
     }
 
@@ -424,7 +429,7 @@ impl Model {
         let scores = sized(&mut ws.router, num_rows * num_experts);
         self.matrix(layer.gate).forward(&ws.x, scores, &mut ws.unpacked);
         if let Some((trace, op)) = layer.op("router.logits", &mut trace) {
-            trace.numbers(op, scores.to_vec());
+            trace.numbers(op, &[num_experts], scores.to_vec());
         }
         router::score(scores);
         let weight = sized(&mut ws.expert_weight, num_rows * k);
@@ -473,7 +478,7 @@ impl Model {
         let y = sized(&mut ws.y, num_rows * d);
         self.expert(&layer.shared, &ws.x, y, limit, &mut ws.gate, &mut ws.up, &mut ws.unpacked);
         if let Some((trace, op)) = layer.op("shared_out", &mut trace) {
-            trace.numbers(op, y.to_vec());
+            trace.numbers(op, &[d], y.to_vec());
         }
         for (r, y) in y.chunks_exact_mut(d).enumerate() {
             combine(y, &weight[r * k..][..k], &ws.slot[r * k..][..k], down);
@@ -485,8 +490,8 @@ impl Model {
             let ordered: Vec<f32> = ws.pairs.iter().map(|&(_, pair)| weight[pair as usize]).collect();
             let experts = ws.pairs.chunks_exact(k).map(|row| row.iter().map(|&(expert, _)| expert.into()).collect());
             trace.choices(format!("{}.router.experts", layer.name), experts);
-            trace.numbers(format!("{}.router.weights", layer.name), ordered);
-            trace.numbers(format!("{}.ffn_out", layer.name), y.to_vec());
+            trace.numbers(format!("{}.router.weights", layer.name), &[k], ordered);
+            trace.numbers(format!("{}.ffn_out", layer.name), &[d], y.to_vec());
         }
     }
 
@@ -544,9 +549,9 @@ impl Model {
         let logits = sized(&mut out.logits, num_rows * config.vocab_size);
         self.matrix(self.head).forward(x, logits, &mut ws.unpacked);
         if let (Some(trace), Some(collapsed)) = (trace, collapsed) {
-            trace.numbers(format!("{prefix}head_collapsed"), collapsed);
-            trace.numbers(format!("{prefix}final_norm"), x.to_vec());
-            trace.numbers(format!("{prefix}logits"), logits.to_vec());
+            trace.numbers(format!("{prefix}head_collapsed"), &[d], collapsed);
+            trace.numbers(format!("{prefix}final_norm"), &[d], x.to_vec());
+            trace.numbers(format!("{prefix}logits"), &[config.vocab_size], logits.to_vec());
         }
     }
 }

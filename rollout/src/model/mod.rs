@@ -12,5 +12,5 @@ pub use checkpoint::{CheckpointError, HostTensor, TensorData, Weights, is_routed
 pub use config::{CSA_RATIO, ConfigError, EosTokens, LayerKind, MTP_PREFIX, ModelConfig, PRESETS, RopeScaling};
 pub use forward::{ForwardOutput, Segment, Workspace};
 pub use sizes::{KindSize, Sizes};
-pub use trace::{Difference, Extent, Trace, Values, compare};
+pub use trace::{Difference, Extent, Trace, Values, compare, first_beyond};
 pub use weights::{Model, WeightUpdate, WeightUpdateError, checksum, to_engine_format};

@@ -91,7 +91,7 @@ impl Attention {
         let mut bias = inputs.window_bias.shallow_clone();
         let blocks = self.kind.ratio().and_then(|m| inputs.blocks.get(&m));
         if self.compressor.is_some() && blocks.is_none() {
-            tracer.no_blocks(self.indexer.is_some());
+            tracer.no_blocks(c, self.indexer.as_ref().map(Indexer::width));
         }
         if let (Some(compressor), Some(blocks)) = (&self.compressor, blocks) {
             let entries = compressor.forward(h_td, blocks);

@@ -35,6 +35,11 @@ impl Indexer {
         })
     }
 
+    /// Width of a key.
+    pub fn width(&self) -> i64 {
+        self.width
+    }
+
     /// `[B, L, NB]`: the visible blocks with the `index_topk` highest scores; of equal scores the lower block wins.
     /// `h_td` is the layer's normalised input, `qr_tq` the low-rank query it shares with the attention.
     pub fn pick(

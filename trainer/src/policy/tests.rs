@@ -317,6 +317,55 @@ fn multi_token_prediction_is_trained_when_its_loss_has_a_weight() {
 }
 
 #[test]
+fn samples_too_short_for_multi_token_prediction_train_the_rest() {
+    let config = mtp_config();
+    let policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
+    // One target each: there is no token after it.
+    let mb = pack(&samples(&[2, 2]), &PackConfig::default()).remove(0);
+    assert!(mb.mtp_mask().iter().all(|is_trained| !is_trained));
+    let normaliser = crate::loss::Normaliser::new([&mb], crate::loss::Aggregation::TokenMean);
+    let (with, loss, mtp_loss) = crate::loss::cross_entropy_backward(&policy, &mb, &normaliser, 0.3);
+    let (without, same, _) = crate::loss::cross_entropy_backward(&policy, &mb, &normaliser, 0.0);
+    assert_eq!((loss, mtp_loss), (same, 0.0));
+    for ((with, without), p) in with.tensors().iter().zip(without.tensors()).zip(policy.parameters()) {
+        let values = |x: &Tensor| if x.defined() { to_vec_f32(x) } else { vec![0.0; p.master.numel()] };
+        assert_eq!(values(with), values(without), "{}", p.name);
+    }
+}
+
+#[test]
+fn multi_token_prediction_does_not_depend_on_packing() {
+    let config = mtp_config();
+    let policy = Policy::from_weights(&config, &initial_weights(&config, 5), Device::Cpu).unwrap();
+    let mut samples = samples(&LENS);
+    // Some tokens are not trained on, as those of a prompt or of a tool.
+    for sample in &mut samples {
+        (0..).zip(&mut sample.loss_mask).for_each(|(t, is_trained)| *is_trained = t % 5 != 2);
+    }
+    let loss_and_gradients = |config: &PackConfig| {
+        let microbatches = pack(&samples, config);
+        let normaliser = crate::loss::Normaliser::new(&microbatches, crate::loss::Aggregation::TokenMean);
+        let (mut sum, mut all) = (0.0, Gradients::default());
+        for mb in &microbatches {
+            let (gradients, _, mtp_loss) = crate::loss::cross_entropy_backward(&policy, mb, &normaliser, 0.3);
+            all.add(gradients);
+            sum += mtp_loss;
+        }
+        (sum, all)
+    };
+    let alone = loss_and_gradients(&PackConfig { microbatch_tokens: 1, row_tokens: 1 });
+    for (microbatch_tokens, row_tokens) in [(39, 39), (90, 64), (400, 400)] {
+        let packed = loss_and_gradients(&PackConfig { microbatch_tokens, row_tokens });
+        assert!((packed.0 - alone.0).abs() < 1e-6, "{} packed, {} alone", packed.0, alone.0);
+        for ((got, want), p) in packed.1.tensors().iter().zip(alone.1.tensors()).zip(policy.parameters()) {
+            let (got, want) = (to_vec_f32(got), to_vec_f32(want));
+            let max = want.iter().fold(1e-3f32, |a, b| a.max(b.abs()));
+            assert!(max_diff(&got, &want) / max < 1e-4, "gradients of `{}`", p.name);
+        }
+    }
+}
+
+#[test]
 fn a_selection_bias_moves_towards_an_even_load_everywhere() {
     let config = small_config(true);
     let weights = initial_weights(&config, 3);

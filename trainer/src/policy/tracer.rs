@@ -28,23 +28,23 @@ impl<'a> Tracer<'a> {
         let Some(trace) = &mut self.trace else { return };
         let real: Vec<i64> = (0..).zip(self.segment_ids).filter(|(_, s)| **s >= 0).map(|(t, _)| t).collect();
         let real = x.index_select(0, &Tensor::from_slice(&real).to_device(x.device()));
-        trace.numbers(format!("{}{op}", self.prefix), to_vec_f32(&real));
+        trace.numbers(format!("{}{op}", self.prefix), &row_shape(x, 1), to_vec_f32(&real));
     }
 
     /// Whole blocks, `[B, NB, ..]`; nothing where rows are padded, whose blocks would be too.
     pub fn blocks(&mut self, op: &str, x: &Tensor) {
         if let Some(trace) = self.trace.as_mut().filter(|_| self.segment_ids.iter().all(|s| *s >= 0)) {
-            trace.numbers(format!("{}{op}", self.prefix), to_vec_f32(x));
+            trace.numbers(format!("{}{op}", self.prefix), &row_shape(x, 2), to_vec_f32(x));
         }
     }
 
-    /// A layer whose samples are all shorter than a block.
-    pub fn no_blocks(&mut self, has_indexer: bool) {
+    /// A layer whose samples are all shorter than a block: entries would be `width` wide, an indexer's keys `key_width`.
+    pub fn no_blocks(&mut self, width: i64, key_width: Option<i64>) {
         let Some(trace) = &mut self.trace else { return };
-        trace.numbers(format!("{}compressed_kv", self.prefix), Vec::new());
-        if has_indexer {
-            trace.numbers(format!("{}indexer.keys", self.prefix), Vec::new());
-            trace.numbers(format!("{}indexer.scores", self.prefix), Vec::new());
+        trace.numbers(format!("{}compressed_kv", self.prefix), &[width as usize], Vec::new());
+        if let Some(key_width) = key_width {
+            trace.numbers(format!("{}indexer.keys", self.prefix), &[key_width as usize], Vec::new());
+            trace.numbers(format!("{}indexer.scores", self.prefix), &[], Vec::new());
             let rows = self.segment_ids.iter().filter(|segment| **segment >= 0).map(|_| Vec::new());
             trace.choices(format!("{}indexer.topk", self.prefix), rows);
         }
@@ -65,7 +65,7 @@ impl<'a> Tracer<'a> {
             ordered.extend(pairs.iter().map(|(_, weight)| weight));
         }
         trace.choices(format!("{}router.experts", self.prefix), rows);
-        trace.numbers(format!("{}router.weights", self.prefix), ordered);
+        trace.numbers(format!("{}router.weights", self.prefix), &[k], ordered);
     }
 
     /// An indexer's scores of the blocks that each position sees, if it made them, and the blocks that were `picked`,
@@ -90,8 +90,13 @@ impl<'a> Tracer<'a> {
             rows.push(taken.map(|(_, ordinal)| *ordinal as u32).collect());
         }
         if scores.is_some() {
-            trace.numbers(format!("{}indexer.scores", self.prefix), shown);
+            trace.numbers(format!("{}indexer.scores", self.prefix), &[], shown);
         }
         trace.choices(format!("{}indexer.topk", self.prefix), rows);
     }
+}
+
+/// The shape behind the first `num_leading` dimensions.
+fn row_shape(x: &Tensor, num_leading: usize) -> Vec<usize> {
+    x.size()[num_leading..].iter().map(|&n| n as usize).collect()
 }
