@@ -190,6 +190,91 @@ fn codes_that_stand_for_no_number_are_refused() {
 }
 
 #[test]
+fn experts_are_not_cut_out_of_a_stack_of_another_shape() {
+    let case = cases().into_iter().next().expect("a case");
+    let home = tempfile::tempdir().expect("a folder");
+    let stacked = home.path().join("stacked");
+    convert(&case.dir, &stacked, target(Layout::F32, HUGGING_FACE)).expect("converts");
+    let case = Case { dir: stacked, ..case };
+    let with = |change: &dyn Fn(&mut Vec<usize>)| {
+        let home = rewrite(&case, |name, view| {
+            let (name, dtype, mut shape, mut data) = same(name, view)?;
+            if name == "model.layers.0.mlp.experts.gate_up_proj" {
+                change(&mut shape);
+                data.resize(shape.iter().product::<usize>() * 4, 0);
+            }
+            Some((name, dtype, shape, data))
+        });
+        refusal(&case, home.path())
+    };
+    let config = &case.config;
+    let expected = [config.n_routed_experts, 2 * config.moe_intermediate_size, config.hidden_size];
+    for change in [|s: &mut Vec<usize>| s[0] += 1, |s: &mut Vec<usize>| s[0] -= 1, |s: &mut Vec<usize>| s[1] += 1] {
+        let said = with(&change);
+        assert!(said.contains("gate_up_proj` has shape [") && said.contains(&format!("says {expected:?}")), "{said}");
+    }
+}
+
+#[test]
+fn one_parameter_under_two_names_is_refused() {
+    let case = cases().into_iter().next().expect("a case");
+    let home = tempfile::tempdir().expect("a folder");
+    std::fs::copy(case.dir.join("config.json"), home.path().join("config.json")).expect("copies");
+    let mut weights = case.weights.clone();
+    weights.insert("model.norm.weight".into(), weights["norm.weight"].clone());
+    rollout::model::checkpoint::save_weights(&home.path().join("model.safetensors"), &weights).expect("writes");
+    let said = refusal(&case, home.path());
+    assert!(said.contains("are the same parameter in two namings; remove one"), "{said}");
+    assert!(said.contains("`model.norm.weight`") && said.contains("`norm.weight`"), "{said}");
+}
+
+#[test]
+fn values_beyond_a_format_are_refused_before_anything_is_there() {
+    let source = crate::program::root().join("recipes/quickstart_base");
+    let config = ModelConfig::load(&source.join("config.json")).expect("a configuration");
+    let home = tempfile::tempdir().expect("a folder");
+    let from = home.path().join("from");
+    std::fs::create_dir(&from).expect("makes");
+    std::fs::copy(source.join("config.json"), from.join("config.json")).expect("copies");
+    let mut weights = load_weights(&source, &config).expect("weights");
+    let tensor = weights.get_mut("layers.0.attn.wq_a.weight").expect("a matrix");
+    let TensorData::F32(values) = &mut tensor.data else { panic!("plain values") };
+    values[5] = 3.4e38;
+    rollout::model::checkpoint::save_weights(&from.join("model.safetensors"), &weights).expect("writes");
+    for layout in [Layout::Bf16, Layout::Fp8] {
+        let to = home.path().join("to");
+        let error = convert(&from, &to, target(layout, RELEASE)).expect_err("is refused").to_string();
+        assert_eq!(
+            error,
+            format!(
+                "tensor `layers.0.attn.wq_a.weight` holds values near the end of f32's range, for which {layout} has no \
+                 room; convert to f32"
+            )
+        );
+        assert_eq!(crate::program::names_in(home.path()).into_iter().collect::<Vec<_>>(), ["from"]);
+    }
+}
+
+#[test]
+fn a_source_is_never_taken_for_a_leftover() {
+    let home = tempfile::tempdir().expect("a folder");
+    // Named as what a killed conversion to `to` leaves; no process has this number.
+    let from = home.path().join(".to.partial-4194304");
+    std::fs::create_dir(&from).expect("makes");
+    let base = crate::program::root().join("recipes/quickstart_base");
+    for name in ["config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(base.join(name), from.join(name)).expect("copies");
+    }
+    let other = home.path().join(".to.partial-4194303");
+    std::fs::create_dir(&other).expect("makes");
+    let kept = home.path().join(".to.partial");
+    std::fs::create_dir(&kept).expect("makes");
+    convert(&from, &home.path().join("to"), target(Layout::F32, RELEASE)).expect("converts");
+    assert!(from.join("model.safetensors").is_file() && home.path().join("to/tokenizer.json").is_file());
+    assert!(kept.is_dir() && !other.exists());
+}
+
+#[test]
 fn shards_that_do_not_belong_together_are_refused() {
     let case = quantised();
     let home = tempfile::tempdir().expect("a folder");

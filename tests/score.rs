@@ -120,6 +120,11 @@ fn what_cannot_be_scored_is_said_in_one_sentence() {
     assert_snapshot!(said(&["score", MODEL], "{\"tokens\": [1, 272]}"), @"error: stdin:1: token 272 at position 1 is outside the model's vocabulary of 272");
     assert_snapshot!(said(&["score", MODEL, "--no-bos"], "{\"text\": \"a\"}"), @"error: stdin:1: 1 tokens, expected at least 2: a token is scored by what stands before it");
     assert_snapshot!(said(&["score", MODEL, "-i", "nowhere.jsonl"], ""), @"error: cannot read nowhere.jsonl: No such file or directory (os error 2)");
+    assert_snapshot!(said(&["score", MODEL], ""), @"error: stdin: no line, expected texts to score");
+    let others = ["convert", MODEL, "never", "--to", "bf16", "--others", "f32"];
+    assert_snapshot!(said(&others, ""), @"error: --others says what stands beside mxfp4; give --to mxfp4, or leave it out");
+    let long = format!("{{\"text\": \"{}\"}}", "a".repeat(33 << 20));
+    assert_snapshot!(said(&["score", MODEL], &long), @"error: stdin:1: a line of more than 33554432 bytes; cut the text up");
     assert_snapshot!(said(&["diff", MODEL, MODEL], ""), @"error: stdin: no line, expected texts to compare on");
     // What stands before a bad line is not lost.
     let output = rollout(&["score", MODEL], "{\"text\": \"a\"}\nnonsense\n");

@@ -155,9 +155,9 @@ pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, Conver
     let config = ModelConfig::load(&from.join("config.json"))?;
     let checkpoint = Checkpoint::open(from)?;
     checkpoint.check_against(&config)?;
-    if to.exists() {
-        return Err(ConvertError::Exists { path: to.to_owned() });
-    }
+    let exists = || ConvertError::Exists { path: to.to_owned() };
+    // A dangling link is there too.
+    let name = to.file_name().filter(|_| to.symlink_metadata().is_err()).ok_or_else(exists)?.to_string_lossy();
     target.formats.check(&config)?;
     let shapes: HashMap<String, Vec<usize>> = config.parameters().into_iter().collect();
     let mut parameters: Vec<(String, Format, Vec<usize>)> =
@@ -173,6 +173,10 @@ pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, Conver
         None => checkpoint.read_table(name, &config.hash_table_shape(), config.n_routed_experts),
         Some(shape) => {
             let (tensor, change) = converted(checkpoint.read(name, shape)?, target.formats.of(name));
+            if !tensor.is_readable() {
+                let format = target.formats.layout.to_string();
+                return Err(CheckpointError::Range { name: name.to_owned(), format });
+            }
             match change {
                 Change::Carried => summary.carried += 1,
                 Change::Exact => summary.exact += 1,
@@ -181,11 +185,20 @@ pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, Conver
             Ok(tensor)
         }
     };
-    // A name beside the destination, so that the rename stays within one file system.
-    let name = to.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-    let partial = to.with_file_name(format!(".{name}.partial"));
+    // Beside the destination, so that the rename stays within one file system; this process's own, so that two
+    // conversions to one place do not mix.
+    let prefix = format!(".{name}.partial-");
+    remove_abandoned(to, &prefix, from);
+    let partial = to.with_file_name(format!("{prefix}{}", std::process::id()));
+    std::fs::create_dir_all(to.parent().unwrap_or(Path::new("")))
+        .and_then(|()| std::fs::create_dir(&partial))
+        .map_err(|source| ConvertError::Write { path: to.to_owned(), source })?;
     let written = fill(from, &partial, items, target.shard_bytes, &text, read).and_then(|()| {
-        std::fs::rename(&partial, to).map_err(|source| ConvertError::Write { path: to.to_owned(), source })
+        // A folder is never renamed over one that holds something.
+        std::fs::rename(&partial, to).map_err(|source| match to.exists() {
+            true => exists(),
+            false => ConvertError::Write { path: to.to_owned(), source },
+        })
     });
     if let Err(error) = written {
         // The first error is the one to report; what cannot be removed either is left.
@@ -207,20 +220,31 @@ fn fill(
         let path = path.to_owned();
         move |source| ConvertError::Write { path, source }
     };
-    match std::fs::remove_dir_all(partial) {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => return Err(refused(partial)(source)),
-        _ => {}
-    }
-    std::fs::create_dir_all(partial).map_err(refused(partial))?;
     write_sharded(partial, items, shard_bytes, read)?;
     for name in COMPANIONS {
-        let (source, copy) = (from.join(name), partial.join(name));
-        if source.is_file() {
-            std::fs::copy(&source, &copy).map_err(refused(&copy))?;
+        let (path, copy) = (from.join(name), partial.join(name));
+        if path.is_file() {
+            let bytes = std::fs::read(&path).map_err(|source| CheckpointError::Read { path, source })?;
+            std::fs::write(&copy, bytes).map_err(refused(&copy))?;
         }
     }
     let path = partial.join("config.json");
     write_atomically(&path, config.as_bytes()).map_err(refused(&path))
+}
+
+/// Removes what conversions to `to` left that were killed: folders of this name whose process is gone.
+fn remove_abandoned(to: &Path, prefix: &str, from: &Path) {
+    let parent = to.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let source = from.canonicalize().unwrap_or_default();
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(process) = name.strip_prefix(prefix).and_then(|id| id.parse::<u32>().ok()) else { continue };
+        let holds_source = entry.path().canonicalize().is_ok_and(|path| source.starts_with(path));
+        if !Path::new(&format!("/proc/{process}")).exists() && !holds_source {
+            // What cannot be removed hinders nobody.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 enum Change {

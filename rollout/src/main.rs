@@ -88,7 +88,7 @@ enum Command {
         #[arg(required = true)]
         prompts: Vec<String>,
         /// What the model reads of a prompt
-        #[arg(long, default_value = "<｜begin▁of▁sentence｜><｜User｜>{prompt}<｜Assistant｜>")]
+        #[arg(long, value_parser = template, default_value = "<｜begin▁of▁sentence｜><｜User｜>{prompt}<｜Assistant｜>")]
         template: String,
         /// Ask as in a chat: each prompt is a user message in V4's format
         #[arg(long, conflicts_with = "template")]
@@ -127,6 +127,11 @@ impl From<Others> for Format {
     }
 }
 
+/// What a prompt can be put into.
+fn template(text: &str) -> Result<String, String> {
+    if text.contains("{prompt}") { Ok(text.to_owned()) } else { Err("expected a text with `{prompt}` in it".into()) }
+}
+
 /// A number that the kernels can divide logits by.
 fn temperature(text: &str) -> Result<f32, String> {
     let is_usable = |t: &f32| *t == 0.0 || (1e-3..=1e3).contains(t);
@@ -137,11 +142,17 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Info { model } => info(&model),
         Command::Score { model, texts } => run_score(&model, &texts),
+        Command::Diff { a_as, b_as, others: Some(_), .. } if ![a_as, b_as].contains(&Some(Layout::Mxfp4)) => {
+            Err(anyhow::anyhow!("--others says what stands beside mxfp4; give --a-as or --b-as mxfp4, or leave it out"))
+        }
         Command::Diff { a, b, a_as, b_as, others, texts } => {
             let others = others.map(Format::from);
             let formats = |layout: Option<Layout>| layout.map(|layout| Formats { layout, others });
             let (a, b) = (Side { dir: &a, formats: formats(a_as) }, Side { dir: &b, formats: formats(b_as) });
             run_diff(&a, &b, &texts)
+        }
+        Command::Convert { layout, others: Some(_), .. } if layout != Layout::Mxfp4 => {
+            Err(anyhow::anyhow!("--others says what stands beside mxfp4; give --to mxfp4, or leave it out"))
         }
         Command::Convert { from, to, layout, others, naming, shard_mb } => {
             let formats = Formats { layout, others: others.map(Format::from) };

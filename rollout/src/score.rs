@@ -149,8 +149,8 @@ fn walk<const M: usize>(
     tokens: &[u32],
     mut visit: impl FnMut(usize, [&mut [f32]; M]) -> bool,
 ) -> Result<(), ScoreError> {
-    let config = models[0].config();
-    let (vocab_size, context) = (config.vocab_size, config.max_position_embeddings);
+    let vocab_size = models[0].config().vocab_size;
+    let context = models.iter().map(|model| model.config().max_position_embeddings).min().unwrap_or(0);
     if tokens.len() < 2 {
         return Err(ScoreError::TooShort { len: tokens.len() });
     }

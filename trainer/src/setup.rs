@@ -76,7 +76,7 @@ impl Inputs {
             return Err(Failure::BadInput(error));
         }
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
-        let frozen = Frozen::new(&recipe.train.frozen, recipe.train.mtp_loss_weight, &config).or_bad_input()?;
+        let frozen = Frozen::new(&recipe.train, &config).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
         let stop_tokens =
             load_stop_tokens(source, config.eos_token_id.ids(), config.vocab_size).context(key).or_bad_input()?;

@@ -6,10 +6,11 @@ use std::io::{ErrorKind, Write};
 
 use anyhow::Context;
 
-/// Prints a line to stdout. A reader that has gone away (`| head`) is no error; a full disk is.
+/// Prints a line to stdout. Where the reader has gone away (`| head`) there is nothing left to do, and the program ends
+/// as if all had been read; a full disk is an error.
 pub fn say(line: String) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{line}") {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
-        _ => Ok(()),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        done => done.context("cannot write to stdout"),
     }
 }

@@ -1,6 +1,6 @@
 //! The commands `score` and `diff`: JSON lines in, log-probabilities or a comparison out.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -23,6 +23,9 @@ pub struct Texts {
     #[arg(long)]
     no_bos: bool,
 }
+
+/// The longest line that is read: far more than the longest context's tokens.
+const MAX_LINE_BYTES: u64 = 32 << 20;
 
 /// One line of input.
 struct Line {
@@ -58,6 +61,9 @@ pub fn run_score(dir: &Path, texts: &Texts) -> anyhow::Result<()> {
         }
         Ok(())
     })?;
+    if num_lines == 0 {
+        bail!("{}: no line, expected texts to score", name_of(&texts.input));
+    }
     let mean = sum / num_tokens.max(1) as f64;
     let _ = writeln!(
         std::io::stderr(),
@@ -226,19 +232,29 @@ fn each_batch(texts: &Texts, mut work: impl FnMut(&[Line]) -> anyhow::Result<()>
         Box::new(BufReader::new(file))
     };
     let mut batch = Vec::new();
-    for (idx, line) in reader.lines().enumerate() {
-        let number = idx + 1;
-        let line = line.with_context(|| format!("{source}:{number}: cannot be read as text"))?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let fields = match serde_json::from_str(&line) {
+    let mut reader = reader;
+    for number in 1.. {
+        let mut line = Vec::new();
+        let read = reader.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);
+        let parsed = match read.with_context(|| format!("cannot read {source}")) {
+            Ok(0) => break,
+            Ok(_) if line.len() as u64 > MAX_LINE_BYTES => {
+                Err(anyhow::anyhow!("{source}:{number}: a line of more than {MAX_LINE_BYTES} bytes; cut the text up"))
+            }
+            Ok(_) if line.trim_ascii().is_empty() => continue,
+            Ok(_) => serde_json::from_slice(&line).map_err(|error| {
+                anyhow::anyhow!(
+                    "{source}:{number}: not a JSON object ({error}); expected one with `text` or `tokens` on each line"
+                )
+            }),
+            Err(error) => Err(error),
+        };
+        let fields = match parsed {
             Ok(fields) => fields,
             Err(error) => {
+                // What stands before it is not lost.
                 work(&batch)?;
-                bail!(
-                    "{source}:{number}: not a JSON object ({error}); expected one with `text` or `tokens` on each line"
-                );
+                return Err(error);
             }
         };
         batch.push(Line { number, fields });

@@ -234,12 +234,6 @@ impl ModelConfig {
         let check = |ok, field, found, expected: &str| check(path, ok, field, found, expected);
         let layers = self.num_hidden_layers;
         check(
-            self.compress_ratios.len() >= layers,
-            "compress_ratios",
-            format!("{} entries", self.compress_ratios.len()),
-            &format!("one for each of the {layers} layers"),
-        )?;
-        check(
             self.expert_dtype.as_deref().is_none_or(|d| ["fp4", "fp8", "bf16", "f32"].contains(&d)),
             "expert_dtype",
             format!("`{}`", self.expert_dtype.as_deref().unwrap_or_default()),
@@ -273,6 +267,12 @@ impl ModelConfig {
         ] {
             check((1..=most).contains(&n), field, n.to_string(), &format!("1 to {most}"))?;
         }
+        check(
+            (layers..=layers + 1).contains(&self.compress_ratios.len()),
+            "compress_ratios",
+            format!("a list of {} entries", self.compress_ratios.len()),
+            &format!("one for each of the {layers} layers, and at most one more for multi-token prediction"),
+        )?;
         let mtp = self.num_nextn_predict_layers;
         check(mtp <= 1, "num_nextn_predict_layers", mtp.to_string(), "0 or 1")?;
         if self.has_mtp() {

@@ -124,7 +124,11 @@ pub(super) fn to_hugging_face(config: &ModelConfig) -> Result<Value, String> {
     fields.insert("compress_rates".into(), json!({CSA: CSA_RATIO, HCA: heavy.first().unwrap_or(&128)}));
     let mlp = |layer| if config.is_hash_layer(layer) { HASH_MOE } else { MOE };
     fields.insert("mlp_layer_types".into(), (0..config.num_hidden_layers).map(mlp).collect());
-    let factor = config.qk_rope_head_dim as f64 / config.head_dim as f64;
+    // That implementation cuts the product off: the factor must not fall short by a rounding.
+    let mut factor = config.qk_rope_head_dim as f64 / config.head_dim as f64;
+    if (config.head_dim as f64 * factor) as usize != config.qk_rope_head_dim {
+        factor = factor.next_up();
+    }
     fields.insert("partial_rotary_factor".into(), json!(factor));
     let main = json!({"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": factor});
     let mut compress = main.clone();
@@ -224,8 +228,10 @@ impl File<'_> {
 
     fn rotary(&mut self) -> Result<(), ConfigError> {
         if let Some(factor) = self.take("partial_rotary_factor") {
-            let dims =
-                factor.as_f64().zip(self.number("head_dim")).map(|(factor, dims)| (factor * dims as f64) as usize);
+            let dims = factor
+                .as_f64()
+                .zip(self.number("head_dim"))
+                .map(|(factor, dims)| (factor * dims as f64).round() as usize);
             let Some(dims) = dims else { return self.unsupported("partial_rotary_factor", &factor, "a number") };
             self.put("qk_rope_head_dim", dims.into(), "partial_rotary_factor")?;
         }
@@ -261,7 +267,16 @@ impl File<'_> {
         }
         let kind = yarn.shift_remove("rope_type").or_else(|| yarn.get("type").cloned());
         yarn.shift_remove("type");
-        let Some(kind) = kind.filter(|kind| kind != "default") else { return Ok(()) };
+        let Some(kind) = kind.filter(|kind| kind != "default") else {
+            return match yarn.iter().next() {
+                Some((field, value)) => self.unsupported(
+                    &format!("rope_parameters.{field}"),
+                    value,
+                    "no such field with `rope_type` default",
+                ),
+                None => Ok(()),
+            };
+        };
         yarn.insert("type".into(), kind);
         match self.fields.get("rope_scaling") {
             Some(Value::Object(scaling)) => {
@@ -273,7 +288,14 @@ impl File<'_> {
                         value,
                         &format!("what `rope_scaling` says ({})", shown(&scaling[field])),
                     ),
-                    None => Ok(()),
+                    None => {
+                        let mut scaling = scaling.clone();
+                        let has_kind = scaling.contains_key("rope_type");
+                        yarn.retain(|field, _| !(scaling.contains_key(field) || has_kind && field == "type"));
+                        scaling.extend(yarn);
+                        self.fields.insert("rope_scaling".into(), Value::Object(scaling));
+                        Ok(())
+                    }
                 }
             }
             _ => {
@@ -285,7 +307,10 @@ impl File<'_> {
 
     /// The rotary embedding of layers without compression is the plain one.
     fn plain_rotary(&mut self, main: &Value) -> Result<(), ConfigError> {
-        for (field, value) in main.as_object().into_iter().flatten() {
+        let Some(main) = main.as_object() else {
+            return self.unsupported("rope_parameters.main", main, "an object");
+        };
+        for (field, value) in main {
             let name = format!("rope_parameters.main.{field}");
             match field.as_str() {
                 "rope_theta" => self.put("rope_theta", value.clone(), &name)?,
@@ -308,12 +333,24 @@ impl File<'_> {
                 rates.insert(kind.to_owned(), rate);
             }
         }
+        if let Some((kind, rate)) = rates.iter().find(|(kind, _)| ![SLIDING, CSA, HCA].contains(&kind.as_str())) {
+            return self.unsupported(&format!("compress_rates.{kind}"), rate, "no such kind of layer");
+        }
         let csa = rates.get(CSA).cloned().unwrap_or(json!(CSA_RATIO));
         self.check(csa == CSA_RATIO, &format!("compress_rates.{CSA}"), shown(&csa), "4")?;
         let hca = rates.get(HCA).cloned().unwrap_or(json!(128));
         let is_heavy = hca.as_u64().is_some_and(|rate| rate != 0 && rate != CSA_RATIO as u64);
         self.check(is_heavy, &format!("compress_rates.{HCA}"), shown(&hca), "a number other than 0 and 4")?;
+        let heavy = |ratio: &&Value| ratio.as_u64().is_some_and(|r| r != 0 && r != CSA_RATIO as u64) && **ratio != hca;
+        let ratios = self.fields.get("compress_ratios").and_then(Value::as_array);
+        if let Some(other) = ratios.into_iter().flatten().find(heavy).filter(|_| rates.contains_key(HCA)) {
+            let expected = format!("what `compress_ratios` says ({other})");
+            return self.unsupported(&format!("compress_rates.{HCA}"), &hca, &expected);
+        }
         let Some(types) = self.take("layer_types") else { return Ok(()) };
+        if types.as_array().map(Vec::len) != self.number("num_hidden_layers") {
+            return self.unsupported("layer_types", &types, "a list with one entry for each of `num_hidden_layers`");
+        }
         let mut ratios = Vec::new();
         for kind in types.as_array().into_iter().flatten() {
             ratios.push(match kind.as_str() {
@@ -338,7 +375,8 @@ impl File<'_> {
 
     fn mlp_layer_types(&mut self) -> Result<(), ConfigError> {
         let Some(types) = self.take("mlp_layer_types") else { return Ok(()) };
-        let kinds: Vec<&str> = types.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+        let kinds = types.as_array().into_iter().flatten().map(|kind| kind.as_str().unwrap_or_default());
+        let kinds: Vec<&str> = kinds.collect();
         let num_hash_layers = kinds.iter().take_while(|kind| **kind == HASH_MOE).count();
         if Some(kinds.len()) != self.number("num_hidden_layers") || kinds[num_hash_layers..].iter().any(|k| *k != MOE) {
             let expected = format!("one entry a layer, first `{HASH_MOE}`, then `{MOE}`");

@@ -1,6 +1,10 @@
 //! Which parameters training leaves as they are: patterns over the release's tensor names.
 
+use std::collections::BTreeMap;
+
 use rollout::model::{MTP_PREFIX, ModelConfig};
+
+use crate::recipe::TrainConfig;
 
 /// The patterns of `train.frozen`, and multi-token prediction where it is not trained.
 #[derive(Clone, Debug)]
@@ -19,6 +23,28 @@ pub enum FrozenError {
         /// A name that is like it.
         near: String,
     },
+    /// Some experts of a layer are frozen and others are not.
+    #[error(
+        "`train.frozen`: {num_frozen} of the {num} experts in `{stack}` are frozen, expected all or none of a layer's; widen \
+         the pattern"
+    )]
+    Experts {
+        /// Which matrices.
+        stack: String,
+        /// How many are frozen.
+        num_frozen: usize,
+        /// Of how many.
+        num: usize,
+    },
+    /// A bias is frozen and moved.
+    #[error(
+        "`train.frozen` matches `{name}`, which `train.router_bias_update_speed` is to move; set that to 0 or narrow the \
+         pattern"
+    )]
+    Bias {
+        /// The first such bias.
+        name: String,
+    },
     /// Nothing is left to train.
     #[error("`train.frozen` matches every parameter, expected one that is trained; remove a pattern")]
     Everything,
@@ -31,12 +57,15 @@ pub enum FrozenError {
 }
 
 impl Frozen {
-    /// Checks `patterns`, in which `*` stands for any characters, against the parameters of `config`. Multi-token
+    /// Checks the recipe's patterns, in which `*` stands for any characters, against the parameters of `config`. Multi-token
     /// prediction is frozen while its loss has no weight: no gradient reaches it then.
     ///
     /// # Errors
-    /// When a pattern matches nothing, nothing is left to train, or the weight is for what the model does not have.
-    pub fn new(patterns: &[String], mtp_loss_weight: f64, config: &ModelConfig) -> Result<Self, FrozenError> {
+    /// When a pattern matches nothing or a part of a layer's experts, nothing is left to train, or another key of the recipe
+    /// wants what the patterns or the model do not allow.
+    pub fn new(train: &TrainConfig, config: &ModelConfig) -> Result<Self, FrozenError> {
+        let TrainConfig { frozen: patterns, mtp_loss_weight, router_bias_update_speed, .. } = train;
+        let mtp_loss_weight = *mtp_loss_weight;
         if mtp_loss_weight > 0.0 && !config.has_mtp() {
             return Err(FrozenError::NoMtp { weight: mtp_loss_weight });
         }
@@ -54,9 +83,26 @@ impl Frozen {
             patterns.push(format!("{MTP_PREFIX}.*"));
         }
         let this = Self { patterns };
-        match parameters.iter().all(|(name, _)| this.contains(name)) {
-            true => Err(FrozenError::Everything),
-            false => Ok(this),
+        let frozen = |name: &&String| this.contains(name);
+        let names = || parameters.iter().map(|(name, _)| name);
+        if names().all(|name| this.contains(name)) {
+            return Err(FrozenError::Everything);
+        }
+        let is_moved = |name: &&String| name.starts_with("layers.") && name.ends_with(".ffn.gate.bias");
+        if let Some(name) = names().filter(is_moved).find(frozen).filter(|_| *router_bias_update_speed > 0.0) {
+            return Err(FrozenError::Bias { name: name.clone() });
+        }
+        let mut stacks: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+        for name in names() {
+            let Some((block, expert)) = name.split_once(".ffn.experts.") else { continue };
+            let matrix = expert.split_once('.').map_or(expert, |(_, matrix)| matrix);
+            let (num_frozen, num) = stacks.entry(format!("{block}.ffn.experts.*.{matrix}")).or_default();
+            *num_frozen += usize::from(this.contains(name));
+            *num += 1;
+        }
+        match stacks.into_iter().find(|(_, (num_frozen, num))| *num_frozen != 0 && num_frozen != num) {
+            Some((stack, (num_frozen, num))) => Err(FrozenError::Experts { stack, num_frozen, num }),
+            None => Ok(this),
         }
     }
 

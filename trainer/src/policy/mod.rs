@@ -108,7 +108,10 @@ impl Policy {
     /// [`Policy::from_weights`] where parameters of certain hub names stay what they are.
     ///
     /// # Errors
-    /// As [`Policy::from_weights`], or when some of a layer's experts are frozen and others are not.
+    /// As [`Policy::from_weights`].
+    ///
+    /// # Panics
+    /// When some of a layer's experts are frozen and others are not.
     pub fn with_frozen(
         config: &ModelConfig,
         weights: &Weights,

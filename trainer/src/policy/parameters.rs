@@ -27,18 +27,6 @@ pub enum PolicyError {
         /// Its shape by the configuration.
         expected: Vec<usize>,
     },
-    /// Some experts of a layer are frozen and others are not.
-    #[error(
-        "{num_frozen} of the {num} experts in `{stack}` are frozen, expected all or none of a layer's; widen the pattern in `train.frozen`, as in `layers.3.ffn.experts.*`"
-    )]
-    FrozenExperts {
-        /// Which matrices.
-        stack: String,
-        /// How many are frozen.
-        num_frozen: usize,
-        /// Of how many.
-        num: usize,
-    },
 }
 
 /// One tensor of the model.
@@ -193,11 +181,9 @@ impl<'a> Loader<'a> {
             return Ok(leaf);
         }
         let names: Vec<String> = (0..num).map(|e| format!("{prefix}.{e}.{w}.weight")).collect();
-        let num_frozen = names.iter().filter(|name| (self.is_frozen)(name)).count();
-        if num_frozen != 0 && num_frozen != num {
-            return Err(PolicyError::FrozenExperts { stack, num_frozen, num });
-        }
-        let is_trained = num_frozen == 0;
+        let is_trained = !(self.is_frozen)(&names[0]);
+        let is_uniform = names.iter().all(|name| (self.is_frozen)(name) != is_trained);
+        assert!(is_uniform, "some of the experts in `{stack}` are frozen and some are not");
         let mut values = Vec::with_capacity(num * shape[0] * shape[1]);
         for name in &names {
             values.extend_from_slice(self.values(name, &shape)?);

@@ -239,8 +239,8 @@ fn mtp_config() -> ModelConfig {
 }
 
 fn frozen(patterns: &[&str], mtp_loss_weight: f64, config: &ModelConfig) -> Result<Frozen, FrozenError> {
-    let patterns: Vec<String> = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
-    Frozen::new(&patterns, mtp_loss_weight, config)
+    let frozen = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+    Frozen::new(&crate::recipe::TrainConfig { frozen, mtp_loss_weight, ..Default::default() }, config)
 }
 
 #[test]
@@ -291,10 +291,18 @@ fn patterns_that_make_no_sense_are_refused() {
         said(&[], 0.3),
         "`train.mtp_loss_weight` is 0.3, but the model has no multi-token-prediction block; set it to 0"
     );
-    let some = frozen(&["*.experts.3.w1.weight"], 0.0, &config).unwrap();
-    let weights = initial_weights(&config, 5);
-    let error = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| some.contains(name)).err().unwrap();
-    assert!(error.to_string().starts_with("1 of the 6 experts in `layers.0.ffn.experts.w1` are frozen"), "{error}");
+    assert_eq!(
+        said(&["*.experts.3.w1.weight"], 0.0),
+        "`train.frozen`: 1 of the 6 experts in `layers.0.ffn.experts.*.w1.weight` are frozen, expected all or none of a \
+         layer's; widen the pattern"
+    );
+    let train = crate::recipe::TrainConfig {
+        frozen: vec!["layers.2.*".into()],
+        router_bias_update_speed: 0.01,
+        ..Default::default()
+    };
+    let error = Frozen::new(&train, &config).unwrap_err().to_string();
+    assert!(error.starts_with("`train.frozen` matches `layers.2.ffn.gate.bias`, which"), "{error}");
 }
 
 #[test]

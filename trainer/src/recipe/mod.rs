@@ -499,7 +499,8 @@ impl Recipe {
         not_negative("advantage.eps", advantage.eps, "1e-6 is usual")?;
         not_negative("train.mtp_loss_weight", self.train.mtp_loss_weight, "0.1 to 0.3 is usual; 0 leaves it out")?;
         let speed = self.train.router_bias_update_speed;
-        not_negative("train.router_bias_update_speed", speed, "0.001 is usual in pre-training, 0 in RL")?;
+        let advice = "0.001 is usual in pre-training, 0 in RL; scores lie between 0 and some units";
+        require((0.0..=1.0).contains(&speed), "train.router_bias_update_speed", Number(speed), "0 to 1", advice)?;
         not_negative("optimizer.weight_decay", optimizer.weight_decay, "0 leaves it out")?;
         require(
             optimizer.learning_rate * optimizer.weight_decay < 1.0,

@@ -116,6 +116,24 @@ pub enum CheckpointError {
         /// What would do.
         expected: String,
     },
+    /// Two tensors are one by name.
+    #[error("{}: tensors `{name}` and `{other}` are the same parameter in two namings; remove one", path.display())]
+    Twice {
+        /// Which file.
+        path: PathBuf,
+        /// The second.
+        name: String,
+        /// The first.
+        other: String,
+    },
+    /// Values that a format has no room for.
+    #[error("tensor `{name}` holds values near the end of f32's range, for which {format} has no room; convert to f32")]
+    Range {
+        /// Which tensor.
+        name: String,
+        /// The layout asked for.
+        format: String,
+    },
     /// The checkpoint could not be written.
     #[error("cannot write {}; nothing of it was kept", path.display())]
     Write {
@@ -135,6 +153,7 @@ pub enum CheckpointError {
 pub fn load_weights(dir: &Path, config: &ModelConfig) -> Result<Weights, CheckpointError> {
     let checkpoint = Checkpoint::open(dir)?;
     let mut weights = Weights::new();
+    checkpoint.check_stacks(config)?;
     for (name, shape) in config.parameters() {
         let tensor = checkpoint.read(&name, &shape)?.into_f32();
         weights.insert(name, tensor);

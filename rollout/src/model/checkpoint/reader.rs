@@ -13,6 +13,7 @@ use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
 use super::names::{SCALE, hugging_face, release, scale_of};
+use super::tensor::{MAX_FP8_SCALE, MAX_MXFP4_SCALE};
 use super::{CheckpointError, Format, HostTensor, INDEX_FILE, Naming, TensorData, WEIGHTS_FILE};
 use crate::model::{MTP_PREFIX, ModelConfig};
 
@@ -64,9 +65,12 @@ impl Checkpoint {
         let text = std::fs::read(&index).map_err(|source| CheckpointError::Read { path: index.clone(), source })?;
         let damaged = |message: String| CheckpointError::Index { path: index.clone(), message };
         let Index { weight_map } = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
+        if weight_map.is_empty() {
+            return Err(damaged("`weight_map` names no tensor".into()));
+        }
         let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (name, file) in weight_map {
-            if file.contains('/') || file.starts_with('.') {
+            if file.is_empty() || file.contains('/') || file.starts_with('.') {
                 return Err(damaged(format!(
                     "tensor `{name}` is said to lie in `{file}`, which is no file of this folder"
                 )));
@@ -114,7 +118,11 @@ impl Checkpoint {
             if name.starts_with("model.") || name == "lm_head.weight" {
                 self.naming = Naming::HuggingFace;
             }
-            self.tensors.insert(release(&name), Stored { file: self.files.len(), name, dtype, shape, at });
+            let key = release(&name);
+            let stored = Stored { file: self.files.len(), name: name.clone(), dtype, shape, at };
+            if let Some(other) = self.tensors.insert(key, stored) {
+                return Err(CheckpointError::Twice { path: path.to_owned(), name, other: other.name });
+            }
             count += 1;
         }
         self.files.push((path.to_owned(), file));
@@ -151,12 +159,29 @@ impl Checkpoint {
                 known.extend(self.find(&name).map(|(key, _)| key));
             }
         }
+        self.check_stacks(config)?;
         match self.tensors.iter().find(|(key, _)| key.starts_with("layers.") && !known.contains(*key)) {
             Some((_, stored)) => {
                 Err(CheckpointError::Unexpected { path: self.files[stored.file].0.clone(), name: stored.name.clone() })
             }
             None => Ok(()),
         }
+    }
+
+    /// Refuses stacks of experts of another shape than `config` says: their parts would be cut out in the wrong places.
+    ///
+    /// # Errors
+    /// With the first such stack.
+    pub fn check_stacks(&self, config: &ModelConfig) -> Result<(), CheckpointError> {
+        let (experts, width, d) = (config.n_routed_experts, config.moe_intermediate_size, config.hidden_size);
+        for (suffix, rows, columns) in [("gate_up_proj", 2 * width, d), ("down_proj", d, width)] {
+            let is_stack = |key: &str| key.strip_suffix(suffix).is_some_and(|key| key.ends_with(".mlp.experts."));
+            for (_, stored) in self.tensors.iter().filter(|(key, _)| is_stack(key)) {
+                let packed = matches!(stored.dtype, Dtype::I8 | Dtype::U8);
+                self.check_shape(stored, &[experts, rows, if packed { columns / 2 } else { columns }])?;
+            }
+        }
+        Ok(())
     }
 
     /// The tensor of parameter `name`, in the format that it is stored in. `shape` is that of its values.
@@ -185,15 +210,13 @@ impl Checkpoint {
                 let codes = self.elements(&stored, u8::from_le_bytes)?;
                 self.check_values(&stored, &codes, |code| code & 0x7f != 0x7f, "an e4m3 code of a number")?;
                 let tiles = [shape[0].div_ceil(FP8_TILE), shape[1].div_ceil(FP8_TILE)];
-                // 448 times a larger scale is no f32.
-                TensorData::Fp8 { codes, scales: self.scales(name, &tiles, 246)? }
+                TensorData::Fp8 { codes, scales: self.scales(name, &tiles, MAX_FP8_SCALE)? }
             }
             Dtype::I8 | Dtype::U8 if Format::Mxfp4.fits(shape) => {
                 self.check_shape(&stored, &[shape[0], shape[1] / 2])?;
                 let codes = self.elements(&stored, u8::from_le_bytes)?;
                 let blocks = [shape[0], shape[1] / MXFP4_BLOCK];
-                // 6 times a larger scale is no f32.
-                TensorData::Mxfp4 { codes, scales: self.scales(name, &blocks, 252)? }
+                TensorData::Mxfp4 { codes, scales: self.scales(name, &blocks, MAX_MXFP4_SCALE)? }
             }
             _ => return Err(self.dtype(&stored, "F32, BF16, F8_E4M3 or I8 (MXFP4)")),
         };

@@ -7,6 +7,11 @@ use kernels::quant::{Fp8, Mxfp4, dequantize_fp8, dequantize_mxfp4, num_tiles, qu
 
 use super::Format;
 
+/// The largest e8m0 scale of FP8: 448 times a larger one is no f32.
+pub(super) const MAX_FP8_SCALE: u8 = 246;
+/// The largest e8m0 scale of MXFP4: 6 times a larger one is no f32.
+pub(super) const MAX_MXFP4_SCALE: u8 = 252;
+
 /// A tensor in host memory, row-major.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostTensor {
@@ -113,6 +118,17 @@ impl HostTensor {
             Format::I64 => panic!("values are no table of integers"),
         };
         Self { shape, data }
+    }
+
+    /// Whether every value is a number that f32 holds with room for its codes: what readers ask for.
+    pub fn is_readable(&self) -> bool {
+        match &self.data {
+            TensorData::F32(values) => values.iter().all(|v| v.is_finite()),
+            TensorData::Bf16(values) => values.iter().all(|v| v.is_finite()),
+            TensorData::I64(_) => true,
+            TensorData::Fp8 { scales, .. } => scales.iter().all(|scale| *scale <= MAX_FP8_SCALE),
+            TensorData::Mxfp4 { scales, .. } => scales.iter().all(|scale| *scale <= MAX_MXFP4_SCALE),
+        }
     }
 
     /// Little-endian bytes of the elements, codes before scales: what checksums are made over.
