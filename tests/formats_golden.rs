@@ -1,4 +1,5 @@
-//! Number formats and small ops against the recorded tables: MXFP4, e8m0 scales, Sinkhorn, rotary tables, router scores.
+//! Number formats and small ops against the recorded tables: MXFP4, e8m0 scales, Sinkhorn, rotary tables, router scores,
+//! Muon's Newton-Schulz iteration.
 
 use std::path::Path;
 
@@ -10,6 +11,8 @@ use kernels::quant::{
 use kernels::rope::Rotation;
 use kernels::router;
 use rollout::model::{LayerKind, ModelConfig};
+use tch::Tensor;
+use trainer::optimizer::newton_schulz;
 
 use crate::golden::{Recorded, max_abs_diff};
 use crate::program::root;
@@ -199,4 +202,24 @@ fn golden_v4_router_scores() {
     for ((x, got), want) in inputs.iter().zip(scores).zip(want) {
         assert!((got - want).abs() <= 2e-6 * want.abs() + 1e-30, "score({x}) is {got:e}, recorded {want:e}");
     }
+}
+
+/// Recorded in f64; ours is f32. The last iterations draw singular values to 1, and entries stay below 1, so what is left
+/// is f32's rounding (6e-8) along the smallest singular value of the input, raised at most 3.4445^8 * 2^2 = 8e4-fold.
+#[test]
+fn golden_v4_newton_schulz() {
+    let table = formats();
+    let mut num_cases = 0;
+    for name in table.names() {
+        let Some(case) = name.strip_prefix("muon_ns.").and_then(|name| name.strip_suffix(".in")) else { continue };
+        let (shape, input) = table.f32(&name).expect("recorded");
+        let (_, want) = table.f32(&format!("muon_ns.{case}.out")).expect("recorded");
+        let matrix = Tensor::from_slice(&input).view_([shape[0] as i64, shape[1] as i64]);
+        let got = Vec::<f32>::try_from(newton_schulz(&matrix).view(-1)).expect("f32");
+        let diff = max_abs_diff(&got, &want);
+        println!("{case}: f32 differs from f64 by {diff:.1e}");
+        assert!(diff < 2e-6, "{case} differs by {diff:e}");
+        num_cases += 1;
+    }
+    assert!(num_cases > 0, "{} has no case of Newton-Schulz", table.path.display());
 }

@@ -81,6 +81,14 @@ fn a_dry_run_of_a_published_model_needs_nothing_but_its_name() {
     };
     let said = trainer(plan("model.path=v4-pro")).done().stdout;
     assert!(said.contains("routed experts") && said.contains("of moments (AdamW)"), "{said}");
+    // Muon keeps one tensor of most parameters, AdamW two.
+    let moments = |set: &str| -> f64 {
+        let said = trainer(plan(set)).done().stdout;
+        let gb = said.split(" GB of moments").next().and_then(|before| before.split_whitespace().last());
+        gb.and_then(|gb| gb.parse().ok()).unwrap_or_else(|| panic!("{said}"))
+    };
+    let ratio = moments("model.path=v4-pro optimizer.type=muon") / moments("model.path=v4-pro");
+    assert!((0.5..0.51).contains(&ratio), "{ratio}");
     let run = args("train", "recipes/quickstart.toml", home.path(), "model.path=v4-pro");
     assert_snapshot!(trainer(run).ending(home.path()), @"
     error: `model.path`: v4-pro is built in for --dry-run alone; set it to a checkpoint folder

@@ -29,26 +29,6 @@ fn main() {
     let mut optimizer = Optimizer::adamw(&AdamWConfig::default(), &policy);
     let samples: Vec<Sample> = (0..256u32).map(|i| sample(i, 64)).collect();
     println!("{} threads, 256 samples of 64 tokens", tch::get_num_threads());
-    // The optimizers beside each other, on one gradient; medians of nine steps.
-    let mb = pack(&samples[..16], &PackConfig::default()).remove(0);
-    let loss = -policy.token_logprobs(&mb, Replay::default(), 1.0).0.mean(None::<Kind>);
-    let gradients = Gradients::of(&loss, &policy);
-    let mut optimizers = [
-        ("AdamW", Optimizer::adamw(&AdamWConfig::default(), &policy)),
-        ("Muon", Optimizer::muon(&MuonConfig::default(), &policy)),
-    ];
-    let mut times = [const { Vec::new() }; 2];
-    for _ in 0..9 {
-        for ((_, optimizer), times) in optimizers.iter_mut().zip(&mut times) {
-            let start = Instant::now();
-            optimizer.step(&mut policy, &gradients).expect("gradients are finite");
-            times.push(start.elapsed().as_secs_f64());
-        }
-    }
-    for ((name, _), times) in optimizers.iter().zip(&mut times) {
-        times.sort_by(f64::total_cmp);
-        println!("{name:<6} step {:6.1} ms", 1e3 * times[times.len() / 2]);
-    }
     for microbatch_tokens in sizes {
         let packed = pack(&samples, &PackConfig { microbatch_tokens, ..PackConfig::default() });
         let (mut forward_s, mut backward_s, mut no_grad_s, mut step_s) = (0.0, 0.0, 0.0, 0.0);
@@ -82,6 +62,31 @@ fn main() {
             tokens as f64 / no_grad_s,
             1e3 * step_s,
         );
+    }
+    step_times(&mut policy, &samples[..16]);
+}
+
+/// Milliseconds of a step of either optimizer by one gradient, in turn; the median of eleven.
+fn step_times(policy: &mut Policy, samples: &[Sample]) {
+    tch::set_num_threads(1); // as in a run
+    let mb = pack(samples, &PackConfig::default()).remove(0);
+    let loss = -policy.token_logprobs(&mb, Replay::default(), 1.0).0.mean(None::<Kind>);
+    let gradients = Gradients::of(&loss, policy);
+    let mut optimizers = vec![("AdamW".to_owned(), Optimizer::adamw(&AdamWConfig::default(), policy), Vec::new())];
+    for threads in [1, 2] {
+        let optimizer = Optimizer::muon(&MuonConfig::default(), policy).with_threads(threads);
+        optimizers.push((format!("Muon, {threads} threads"), optimizer, Vec::new()));
+    }
+    for _ in 0..11 {
+        for (_, optimizer, times_ms) in &mut optimizers {
+            let start = Instant::now();
+            optimizer.step(policy, &gradients).expect("gradients are finite");
+            times_ms.push(1e3 * start.elapsed().as_secs_f64());
+        }
+    }
+    for (name, _, times_ms) in &mut optimizers {
+        times_ms.sort_by(f64::total_cmp);
+        println!("optimizer step {:6.1} ms ({name})", times_ms[times_ms.len() / 2]);
     }
 }
 

@@ -33,7 +33,7 @@ fn with_recipe(
         return say(&recipe.to_toml());
     }
     if let (true, Some(preset)) = (args.dry_run, recipe.model.preset()) {
-        return say(&format!("{}\n{}", recipe.to_toml(), setup::preset_plan(&preset)));
+        return say(&format!("{}\n{}", recipe.to_toml(), setup::preset_plan(&preset, &recipe.optimizer)));
     }
     let inputs = Inputs::load(&recipe, task)?;
     if args.dry_run {

@@ -18,9 +18,9 @@ use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
 use crate::cli::{Failure, OrBadInput};
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, state_bytes};
 use crate::policy::{Frozen, Policy, initial_weights};
-use crate::recipe::{Recipe, RewardConfig, Task};
+use crate::recipe::{OptimizerConfig, Recipe, RewardConfig, Task};
 use crate::sft::demonstrations;
 use crate::tracking::{Console, Header, Metrics, MetricsFile, RunDir, Summary, Tracker};
 
@@ -158,15 +158,13 @@ impl Inputs {
             let parameters = self.config.parameters();
             let frozen = parameters.iter().filter(|(name, _)| is_frozen(name));
             let frozen: usize = frozen.map(|(_, shape)| shape.iter().product::<usize>()).sum();
+            let trained = parameters.iter().filter(|(name, _)| !is_frozen(name));
+            let state: usize = trained.map(|(name, shape)| state_bytes(&recipe.optimizer, name, shape)).sum();
             lines.insert(1, format!("training     {} parameters, {frozen} are frozen", total - frozen));
             let activations = recipe.pack.microbatch_tokens * activation_bytes_per_token(&self.config, context);
             lines.insert(
                 3,
-                format!(
-                    "optimizer    {} of gradients, {} of moments",
-                    mib(4 * (total - frozen)),
-                    mib(8 * (total - frozen))
-                ),
+                format!("optimizer    {} of gradients, {} of moments", mib(4 * (total - frozen)), mib(state)),
             );
             lines.push(format!(
                 "activations  about {} for each of {} microbatches under way, of {} tokens",
@@ -201,15 +199,20 @@ impl Inputs {
 }
 
 /// The sizes of a model that is built in, for `--dry-run`; nothing of it is allocated.
-pub fn preset_plan(config: &ModelConfig) -> String {
+pub fn preset_plan(config: &ModelConfig, optimizer: &OptimizerConfig) -> String {
     let sizes = Sizes::new(config);
     let total = sizes.total().0;
     let gb = |bytes: usize| format!("{:.1} GB", bytes as f64 / 1e9);
+    let state = config.parameters().iter().map(|(name, shape)| state_bytes(optimizer, name, shape)).sum();
+    let name = match optimizer {
+        OptimizerConfig::AdamW(_) => "AdamW",
+        OptimizerConfig::Muon(_) => "Muon",
+    };
     format!(
-        "{sizes}training                {} of masters (f32), {} of gradients, {} of moments (AdamW)\n",
+        "{sizes}training                {} of masters (f32), {} of gradients, {} of moments ({name})\n",
         gb(4 * total),
         gb(4 * total),
-        gb(8 * total)
+        gb(state)
     )
 }
 
@@ -343,7 +346,7 @@ impl<'a> Run<'a> {
         } = inputs;
         let policy = Policy::with_frozen(&config, &weights, Device::Cpu, &|name| frozen.contains(name))?;
         let model = Model::new(&config, 0, &to_engine_format(&config, weights));
-        let optimizer = Optimizer::new(&recipe.optimizer, &policy);
+        let optimizer = Optimizer::new(&recipe.optimizer, &policy).with_threads(threads);
         let dir = RunDir::create(&recipe.output_dir, &recipe.name).or_bad_input()?;
         dir.write_recipe(&recipe.to_toml())?;
         let metrics = MetricsFile::open(&dir.metrics())?;

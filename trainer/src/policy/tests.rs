@@ -214,7 +214,7 @@ fn a_small_model_learns_its_samples() {
     tch::set_num_threads(1); // as in a run: products this small only wait for threads
     let config = ModelConfig { initializer_range: None, ..small_config(true) };
     let adamw = AdamWConfig { learning_rate: 1e-2, ..Default::default() };
-    let muon = MuonConfig { learning_rate: 3e-2, ..Default::default() };
+    let muon = MuonConfig { learning_rate: 3e-2, adamw_learning_rate: 1e-2, ..Default::default() };
     type Make<'a> = &'a dyn Fn(&Policy) -> Optimizer;
     let optimizers: [(&str, Make<'_>); 2] =
         [("adamw", &|policy| Optimizer::adamw(&adamw, policy)), ("muon", &|policy| Optimizer::muon(&muon, policy))];

@@ -266,7 +266,8 @@ fn advise_key(key: &str, siblings: &'static [&'static str], known_keys: &[String
     if let Some(sibling) = nearest(name, siblings.iter().copied()) {
         return format!("did you mean `{}`?", dotted(sibling));
     }
-    let leaf = |known: &&String| known.rsplit('.').next() == Some(name);
+    // Not the key itself: another variant of the table may take it.
+    let leaf = |known: &&String| known.rsplit('.').next() == Some(name) && known.as_str() != key;
     if let Some(elsewhere) = known_keys.iter().find(leaf) {
         return format!("did you mean `{elsewhere}`?");
     }

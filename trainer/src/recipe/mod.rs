@@ -6,6 +6,7 @@
 
 mod error;
 mod layers;
+mod optimizer_numbers;
 mod tagged;
 #[cfg(test)]
 mod tests;
@@ -259,18 +260,8 @@ tagged_enum! {
     pub enum OptimizerConfig {
         /// Adam with decoupled weight decay (arXiv:1711.05101).
         "adamw" => AdamW(AdamWConfig),
-        /// Muon for matrices, AdamW for the rest, as DeepSeek-V4 was trained (arXiv:2606.19348, sec. 2.4).
+        /// Muon for matrices, AdamW for the rest, as DeepSeek-V4 was trained (its report, section 2.4).
         "muon" => Muon(MuonConfig),
-    }
-}
-
-impl OptimizerConfig {
-    /// AdamW's numbers: of every parameter, or of those that Muon does not take.
-    pub fn adamw(&self) -> AdamWConfig {
-        match self {
-            Self::AdamW(config) => config.clone(),
-            Self::Muon(config) => config.adamw(),
-        }
     }
 }
 
@@ -381,7 +372,6 @@ impl Recipe {
     fn validate(&self, task: Task) -> Result<(), Conflict> {
         let LossConfig::PpoClip(loss) = &self.loss;
         let AdvantageConfig::Grpo(advantage) = &self.advantage;
-        let optimizer = self.optimizer.adamw();
 
         let name_is_plain = self.name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-'));
         require(
@@ -471,11 +461,6 @@ impl Recipe {
             "a row holds a prompt and its response; raise it or shorten the responses",
         )?;
 
-        // The arithmetic is f32: what it cannot hold would come out as 0 or infinity.
-        let positive = |key, x: f64, advice| {
-            let holds = (x as f32).is_normal() && x > 0.0;
-            require(holds, key, Number(x), "a number above 0 (1e-37 to 1e38)", advice)
-        };
         let is_temperature = |x: f64| (1e-3..=1e3).contains(&x);
         require(
             is_temperature(self.rollout.temperature),
@@ -484,31 +469,12 @@ impl Recipe {
             "a number from 0.001 to 1000",
             "1 samples from the model as it is",
         )?;
-        positive("optimizer.learning_rate", optimizer.learning_rate, "with 0 nothing is learned")?;
-        positive("optimizer.eps", optimizer.eps, "1e-8 is usual")?;
-        require(
-            optimizer.max_grad_norm > 0.0,
-            "optimizer.max_grad_norm",
-            optimizer.max_grad_norm,
-            "a number above 0",
-            "`inf` leaves gradients as they are",
-        )?;
-        let not_negative = |key, x: f64, advice| {
-            require(x >= 0.0 && (x as f32).is_finite(), key, Number(x), "0 or a number above", advice)
-        };
+        optimizer_numbers::check(&self.optimizer)?;
         not_negative("advantage.eps", advantage.eps, "1e-6 is usual")?;
         not_negative("train.mtp_loss_weight", self.train.mtp_loss_weight, "0.1 to 0.3 is usual; 0 leaves it out")?;
         let speed = self.train.router_bias_update_speed;
         let advice = "0.001 is usual in pre-training, 0 in RL; scores lie between 0 and some units";
         require((0.0..=1.0).contains(&speed), "train.router_bias_update_speed", Number(speed), "0 to 1", advice)?;
-        not_negative("optimizer.weight_decay", optimizer.weight_decay, "0 leaves it out")?;
-        require(
-            optimizer.learning_rate * optimizer.weight_decay < 1.0,
-            "optimizer.weight_decay",
-            Number(optimizer.weight_decay),
-            &format!("less than 1 / optimizer.learning_rate ({})", Number(1.0 / optimizer.learning_rate)),
-            "a step takes off that share of a weight; 0.1 is usual",
-        )?;
         require(
             self.eval.temperature == 0.0 || is_temperature(self.eval.temperature),
             "eval.temperature",
@@ -516,21 +482,6 @@ impl Recipe {
             "0 or a number from 0.001 to 1000",
             "0 takes the likeliest token",
         )?;
-        if let OptimizerConfig::Muon(muon) = &self.optimizer {
-            let advice = "it is the share of the old momentum that an update keeps; 0.95 is usual";
-            require(
-                (0.0..1.0).contains(&muon.momentum),
-                "optimizer.momentum",
-                muon.momentum,
-                "at least 0 and below 1",
-                advice,
-            )?;
-            positive("optimizer.update_rms", muon.update_rms, "0.18 is V4's")?;
-        }
-        for (key, beta) in [("optimizer.beta1", optimizer.beta1), ("optimizer.beta2", optimizer.beta2)] {
-            let advice = "it is the share of the old mean that an update keeps";
-            require((0.0..1.0).contains(&beta), key, beta, "at least 0 and below 1", advice)?;
-        }
         require(
             loss.clip_eps_low > 0.0 && loss.clip_eps_low <= 1.0,
             "loss.clip_eps_low",
@@ -604,6 +555,16 @@ fn require(
         return Ok(());
     }
     Err(Conflict { key, found: found.to_string(), expected: expected.to_owned(), advice: advice.to_owned() })
+}
+
+/// The arithmetic is f32: what it cannot hold would come out as 0 or infinity.
+fn positive(key: &'static str, x: f64, advice: &str) -> Result<(), Conflict> {
+    let holds = (x as f32).is_normal() && x > 0.0;
+    require(holds, key, Number(x), "a number above 0 (1e-37 to 1e38)", advice)
+}
+
+fn not_negative(key: &'static str, x: f64, advice: &str) -> Result<(), Conflict> {
+    require(x >= 0.0 && (x as f32).is_finite(), key, Number(x), "0 or a number above", advice)
 }
 
 /// A number in as few letters as a person would write.

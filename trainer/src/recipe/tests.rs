@@ -417,7 +417,7 @@ fn set_takes_toml_or_else_a_string() {
     assert_eq!(recipe.model.path, Path::new("y"));
     assert_eq!(recipe.output_dir, Path::new("a=b"));
     assert!(!recipe.prompts.shuffle);
-    let OptimizerConfig::AdamW(optimizer) = recipe.optimizer else { panic!("adamw is picked") };
+    let OptimizerConfig::AdamW(optimizer) = recipe.optimizer else { panic!("adamw is the default") };
     assert_eq!(optimizer.learning_rate, 1.0);
 }
 
@@ -557,10 +557,38 @@ fn print_config_loads_back_to_the_same_value() {
             &["name = \"x\"\nseed = 9223372036854775807\n[sft]\nmodel = \"shape\"\n"],
             &["optimizer.learning_rate=3.3e-7", "optimizer.max_grad_norm=inf", "loss.aggregation=sequence_mean"],
         ),
+        whole(&["[optimizer]\ntype = \"muon\"\nadamw_eps = 1e-20\nmomentum = 0"], &["optimizer.weight_decay=0.1"]),
     ];
     for recipe in recipes {
         assert_eq!(load(&[&recipe.to_toml()], &[]).expect("loads"), recipe);
     }
+}
+
+#[test]
+fn muon_brings_its_own_keys() {
+    let toml = whole(&["optimizer.type = \"muon\""], &[]).to_toml();
+    let table = toml.split("[optimizer]").nth(1).and_then(|rest| rest.split("\n\n").next()).expect("a table");
+    assert_snapshot!(table.trim(), @r#"
+    type = "muon"
+    learning_rate = 0.00001
+    momentum = 0.95
+    update_rms = 0.18
+    weight_decay = 0.0
+    adamw_learning_rate = 0.00001
+    adamw_beta1 = 0.9
+    adamw_beta2 = 0.95
+    adamw_eps = 0.00000001
+    adamw_weight_decay = 0.0
+    max_grad_norm = 1.0
+    warmup_steps = 0
+    "#);
+    let muon = |text: &str| error(&format!("[optimizer]\ntype = \"muon\"\n{text}"));
+    assert_snapshot!(muon("beta1 = 0.9"), @"a.toml:5: unknown key `optimizer.beta1`; [optimizer] takes learning_rate, momentum, update_rms, weight_decay, adamw_learning_rate, adamw_beta1, adamw_beta2, adamw_eps, adamw_weight_decay, max_grad_norm, warmup_steps");
+    assert_snapshot!(muon("momentum = 1"), @"a.toml:5: `optimizer.momentum` is 1, expected at least 0 and below 1; it is the share of the old momentum that an update keeps");
+    assert_snapshot!(muon("update_rms = 0"), @"a.toml:5: `optimizer.update_rms` is 0, expected a number above 0 (1e-37 to 1e38); 0.18 is V4's");
+    assert_snapshot!(muon("adamw_eps = 0"), @"a.toml:5: `optimizer.adamw_eps` is 0, expected a number above 0 (1e-37 to 1e38); 1e-8 is usual");
+    assert_snapshot!(muon("adamw_learning_rate = 0.01\nadamw_weight_decay = 100"), @"a.toml:6: `optimizer.adamw_weight_decay` is 100, expected less than 1 / optimizer.adamw_learning_rate (100); a step takes off that share of a weight; 0.1 is usual");
+    assert_snapshot!(error("[optimizer]\ntype = \"moun\""), @r#"a.toml:4: `optimizer.type` is "moun", expected "adamw" or "muon"; did you mean "muon"?"#);
 }
 
 #[test]
