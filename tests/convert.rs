@@ -10,7 +10,7 @@ use rollout::model::{HostTensor, Model, ModelConfig, TensorData, Weights, to_eng
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
-use crate::golden::{Case, cases};
+use crate::golden::{Case, cases, copies};
 
 const RELEASE: Naming = Naming::Release;
 const HUGGING_FACE: Naming = Naming::HuggingFace;
@@ -24,9 +24,13 @@ fn read(dir: &Path) -> Weights {
     load_weights(dir, &config).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// The case that holds codes.
+fn holds_codes(case: &Case) -> bool {
+    case.config.other.contains_key("quantization_config")
+}
+
+/// A case that holds codes.
 fn quantised() -> Case {
-    cases().into_iter().find(|case| case.config.other.contains_key("quantization_config")).expect("a case with codes")
+    copies().into_iter().find(holds_codes).expect("a case with codes")
 }
 
 #[test]
@@ -63,7 +67,11 @@ fn golden_v4_every_format_and_naming_holds_the_same_model() {
 
 #[test]
 fn golden_v4_codes_go_through_every_format_unharmed() {
-    let case = quantised();
+    // Of a folder of one's own, and always of the copy here.
+    cases().into_iter().filter(holds_codes).chain([quantised()]).for_each(check_codes);
+}
+
+fn check_codes(case: Case) {
     let home = tempfile::tempdir().expect("a folder");
     let to = |name: &str| home.path().join(name);
     let carried = convert(&case.dir, &to("mxfp4"), target(Layout::Mxfp4, RELEASE)).expect("converts");

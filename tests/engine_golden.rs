@@ -4,7 +4,7 @@
 use rollout::kv_cache::KvCache;
 use rollout::model::{ForwardOutput, LayerKind, Model, Segment, Trace, Values, Workspace};
 
-use crate::golden::{Case, Recorded, cases, check_traces, print_table};
+use crate::golden::{Case, Recorded, cases, check_traces, copies, print_table};
 
 /// A forward pass over whole sequences, multi-token prediction behind it where the model has it: every op.
 pub fn run(model: &Model, sequences: &[Vec<u32>]) -> Trace {
@@ -189,9 +189,9 @@ fn golden_v4_engine_gives_the_same_bits_however_it_is_fed() {
 }
 
 #[test]
-fn golden_v4_every_kind_of_layer_is_in_some_case() {
+fn every_kind_of_layer_is_in_some_copy() {
     let has = |wanted: fn(LayerKind) -> bool| {
-        cases().iter().any(|case| (0..case.config.num_hidden_layers).any(|l| wanted(case.config.layer_kind(l))))
+        copies().iter().any(|case| (0..case.config.num_hidden_layers).any(|l| wanted(case.config.layer_kind(l))))
     };
     assert!(has(|kind| kind == LayerKind::Window));
     assert!(has(|kind| kind == LayerKind::Csa));
