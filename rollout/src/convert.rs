@@ -8,7 +8,7 @@ use serde_json::json;
 use crate::model::checkpoint::{
     Checkpoint, CheckpointError, Format, HostTensor, Item, Layout, Naming, write_atomically, write_sharded,
 };
-use crate::model::{ConfigError, ModelConfig};
+use crate::model::{ConfigError, ModelConfig, fp8_quantization};
 
 /// Files beside the tensors that belong to the model in any format.
 const COMPANIONS: [&str; 9] = [
@@ -58,14 +58,7 @@ impl Formats {
         let mut config = config.clone();
         config.other.shift_remove("quantization_config");
         if self.of("layers.0.attn.wq_a.weight") == Format::Fp8 {
-            let fp8 = json!({
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "quant_method": "fp8",
-                "scale_fmt": "ue8m0",
-                "weight_block_size": [128, 128],
-            });
-            config.other.insert("quantization_config".into(), fp8);
+            config.other.insert("quantization_config".into(), fp8_quantization());
         }
         config.expert_dtype = (self.layout == Layout::Mxfp4).then(|| "fp4".to_owned());
         let plain = match self.of("embed.weight") {
@@ -159,9 +152,10 @@ pub fn convert(from: &Path, to: &Path, target: Target) -> Result<Summary, Conver
     // A dangling link is there too.
     let name = to.file_name().filter(|_| to.symlink_metadata().is_err()).ok_or_else(exists)?.to_string_lossy();
     target.formats.check(&config)?;
-    let shapes: HashMap<String, Vec<usize>> = config.parameters().into_iter().collect();
-    let mut parameters: Vec<(String, Format, Vec<usize>)> =
-        config.parameters().into_iter().map(|(name, shape)| (name.clone(), target.formats.of(&name), shape)).collect();
+    let named = config.parameters();
+    let with_format = |(name, shape): &(String, Vec<usize>)| (name.clone(), target.formats.of(name), shape.clone());
+    let mut parameters: Vec<(String, Format, Vec<usize>)> = named.iter().map(with_format).collect();
+    let shapes: HashMap<String, Vec<usize>> = named.into_iter().collect();
     let tables = config.hash_tables().into_iter();
     parameters.extend(tables.map(|name| (name, Format::I64, config.hash_table_shape().to_vec())));
     let text = config_text(&config, &target)?;

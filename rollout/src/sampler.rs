@@ -62,7 +62,8 @@ pub fn draw(logits: &mut [f32], sampling: Sampling, rollout_id: u64, position: u
     Some(Drawn { token: token as u32, logprob: logits[token].ln() - total.ln() })
 }
 
-fn argmax(x: &[f32]) -> usize {
+/// The first of the greatest; NaN only if all are.
+pub(crate) fn argmax(x: &[f32]) -> usize {
     let mut best = 0;
     for (i, &v) in x.iter().enumerate() {
         if v > x[best] || x[best].is_nan() {

@@ -4,6 +4,7 @@ use kernels::logits::softmax_parts;
 
 use crate::kv_cache::KvCache;
 use crate::model::{ForwardOutput, Model, Segment, Workspace};
+use crate::sampler::argmax;
 
 /// Tokens that one forward pass takes: logits of a large vocabulary take much room.
 const CHUNK: usize = 64;
@@ -60,7 +61,7 @@ pub fn score(model: &Model, tokens: &[u32]) -> Result<Scores, ScoreError> {
     let mut scores = Scores::default();
     walk(&[model], tokens, |position, [logits]| {
         let next = tokens[position] as usize;
-        let (greatest, logit) = (greatest(logits), logits[next]);
+        let (greatest, logit) = (argmax(logits), logits[next]);
         let (top, total) = softmax_parts(logits, 1.0);
         let logprob = logit - top - total.ln();
         scores.logprobs.push(logprob);
@@ -97,7 +98,7 @@ impl Divergence {
     pub fn measure(a: &Model, b: &Model, tokens: &[u32]) -> Result<Self, ScoreError> {
         let mut out = Self::default();
         walk(&[a, b], tokens, |position, [a, b]| {
-            out.num_same_greedy += usize::from(greatest(a) == greatest(b));
+            let same_greedy = argmax(a) == argmax(b);
             // Log-probabilities in f64 from the engine's f32 logits: a KL of nearly equal models is a small difference.
             let normaliser = |logits: &[f32]| {
                 let top = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
@@ -117,13 +118,15 @@ impl Divergence {
             let next = tokens[position] as usize;
             let logprobs = [f64::from(a[next]) - norm_a, f64::from(b[next]) - norm_b];
             let diff = (logprobs[0] - logprobs[1]).abs();
-            out.num_tokens += 1;
-            out.sum_logprobs[0] += logprobs[0];
-            out.sum_logprobs[1] += logprobs[1];
-            out.sum_abs_diff += diff;
-            out.max_abs_diff = out.max_abs_diff.max(diff);
-            out.sum_kl += kl;
-            out.max_kl = out.max_kl.max(kl);
+            out.add(&Self {
+                num_tokens: 1,
+                sum_logprobs: logprobs,
+                sum_abs_diff: diff,
+                max_abs_diff: diff,
+                sum_kl: kl,
+                max_kl: kl,
+                num_same_greedy: usize::from(same_greedy),
+            });
             kl.is_finite() && diff.is_finite()
         })?;
         Ok(out)
@@ -180,14 +183,4 @@ fn walk<const M: usize>(
         }
     }
     Ok(())
-}
-
-fn greatest(logits: &[f32]) -> usize {
-    let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
-        }
-    }
-    best
 }

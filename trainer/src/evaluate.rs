@@ -2,11 +2,8 @@
 
 use std::time::Instant;
 
-use rollout::engine::GenerateOptions;
-use rollout::sampler::Sampling;
-
 use crate::cli::Failure;
-use crate::generate::{HELD_OUT_IDS, all_rows, generate, metrics_of, requests};
+use crate::generate::{HELD_OUT_IDS, all_rows, generate, metrics_of, options, requests};
 use crate::setup::Run;
 use crate::tracking::{EvalLine, Stage};
 
@@ -22,11 +19,7 @@ pub fn evaluate(run: &mut Run<'_>, step: usize) -> Result<Option<f64>, Failure> 
     let started = Instant::now();
     let config = &run.recipe.eval;
     let requests = requests(book, &all_rows(book), config.samples_per_prompt, HELD_OUT_IDS);
-    let options = GenerateOptions {
-        sampling: Sampling { temperature: config.temperature as f32, seed: run.recipe.seed },
-        max_response_tokens: run.recipe.rollout.max_response_tokens,
-        max_batch_rollouts: run.recipe.rollout.max_batch_rollouts,
-    };
+    let options = options(run.recipe, config.temperature);
     let Some(mut groups) = generate(&run.engine, &requests, &options, &run.console, Stage::Eval, &run.stop)? else {
         return Ok(None);
     };

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use datasets::{FinishReason, Group, Verdict};
 use rollout::engine::{Engine, GenerateError, GenerateOptions, GroupRequest, Progress};
+use rollout::sampler::Sampling;
 
+use crate::recipe::Recipe;
 use crate::setup::PromptBook;
 use crate::tracking::{Console, Metrics, Stage};
 
@@ -25,6 +27,15 @@ pub fn requests(book: &PromptBook, indices: &[usize], group_size: usize, first_g
             prompt_tokens: book.tokens[i].clone(),
         })
         .collect()
+}
+
+/// How responses are made at `temperature`, which is one thing in training and may be another in evaluation.
+pub fn options(recipe: &Recipe, temperature: f64) -> GenerateOptions {
+    GenerateOptions {
+        sampling: Sampling { temperature: temperature as f32, seed: recipe.seed },
+        max_response_tokens: recipe.rollout.max_response_tokens,
+        max_batch_rollouts: recipe.rollout.max_batch_rollouts,
+    }
 }
 
 /// Generates and shows how far it is; `Ok(None)` when `stop` was set meanwhile.

@@ -1,21 +1,19 @@
 //! `trainer parity`: the engine's forward pass held against the trainer's on one recipe's model, layer by layer and op
 //! by op, on rollouts that the engine has just made.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use anyhow::anyhow;
-use datasets::{Group, Sample};
-use rollout::engine::{Engine, GenerateOptions, Progress};
+use datasets::Group;
+use rollout::engine::{Engine, Progress};
 use rollout::kv_cache::KvCache;
 use rollout::model::{Extent, ForwardOutput, Model, Segment, Trace, Workspace, compare, to_engine_format};
-use rollout::sampler::Sampling;
 use tch::Device;
 
 use crate::advantage;
 use crate::cli::{Failure, say};
-use crate::generate::requests;
-use crate::pack::{PackConfig, pack};
+use crate::generate::{options, requests};
+use crate::pack::{Microbatch, PackConfig, pack};
 use crate::policy::{Policy, Replay, to_vec_f32};
 use crate::recipe::Recipe;
 use crate::setup::{Inputs, num_threads};
@@ -84,10 +82,30 @@ struct Report {
     cells: Vec<(String, Cell)>,
     num_sequences: usize,
     num_tokens: usize,
-    /// `|rollout - trainer|` of the sampled tokens' log-probabilities: sum, largest, how many.
-    logprobs: (f64, f32, usize),
+    /// `|rollout - trainer|` of the sampled tokens' log-probabilities.
+    logprobs: Spread,
     /// The same with the rollout's choices of experts and blocks replayed, as training does it.
-    replayed: (f64, f32),
+    replayed: Spread,
+}
+
+/// Differences of one kind.
+#[derive(Clone, Copy, Debug, Default)]
+struct Spread {
+    sum: f64,
+    max: f32,
+    count: usize,
+}
+
+impl Spread {
+    fn add(&mut self, differences: &[f32]) {
+        self.sum += differences.iter().map(|d| f64::from(*d)).sum::<f64>();
+        self.max = differences.iter().fold(self.max, |m, d| m.max(*d));
+        self.count += differences.len();
+    }
+
+    fn mean(&self) -> f64 {
+        self.sum / self.count.max(1) as f64
+    }
 }
 
 /// Compares, prints a table and a verdict.
@@ -103,11 +121,7 @@ pub fn parity(recipe: &Recipe, inputs: Inputs) -> Result<(), Failure> {
     let engine = Engine::new(model, tokenizer, threads).with_stop_tokens(stop_tokens);
     let book = prompts.expect("parity reads training prompts");
     let indices: Vec<usize> = (0..book.prompts.len().min(NUM_PROMPTS)).collect();
-    let options = GenerateOptions {
-        sampling: Sampling { temperature: recipe.rollout.temperature as f32, seed: recipe.seed },
-        max_response_tokens: recipe.rollout.max_response_tokens,
-        max_batch_rollouts: recipe.rollout.max_batch_rollouts,
-    };
+    let options = options(recipe, recipe.rollout.temperature);
     let groups = engine.generate(&requests(&book, &indices, 1, 0), &options, &Progress::default())?;
     let report = measure(&engine.model(), &policy, &groups, recipe.rollout.temperature);
     say(&report.table(config.num_hidden_layers))?;
@@ -122,14 +136,12 @@ fn measure(model: &Model, policy: &Policy, groups: &[Group], temperature: f64) -
     let advantages: Vec<Vec<f32>> = groups.iter().map(|group| vec![0.0; group.rollouts.len()]).collect();
     let samples = advantage::samples(groups, &advantages);
     let mut report = Report { num_sequences: samples.len(), ..Report::default() };
-    let mut cells: BTreeMap<String, Cell> = BTreeMap::new();
-    let mut order = Vec::new();
     for sample in samples {
         // Positions that are read: all tokens but the last.
         let tokens = &sample.tokens[..sample.tokens.len() - 1];
         report.num_tokens += tokens.len();
-        let engine = engine_trace(model, tokens);
-        for difference in compare(&engine, &policy_trace(policy, &sample)) {
+        let mb = pack(std::slice::from_ref(&sample), &PackConfig::default()).remove(0);
+        for difference in compare(&engine_trace(model, tokens), &policy_trace(policy, &mb)) {
             let cell = match difference.extent {
                 Extent::Numbers { max_abs: 0.0, .. } => Cell::default(),
                 Extent::Numbers { max_abs, .. } if max_abs.is_infinite() => {
@@ -143,24 +155,15 @@ fn measure(model: &Model, policy: &Policy, groups: &[Group], temperature: f64) -
                     panic!("the two passes compute different things: {difference}")
                 }
             };
-            match cells.get_mut(&difference.name) {
-                Some(sum) => sum.take(&cell),
-                None => {
-                    order.push(difference.name.clone());
-                    cells.insert(difference.name, cell);
-                }
+            match report.cells.iter_mut().find(|(name, _)| *name == difference.name) {
+                Some((_, sum)) => sum.take(&cell),
+                None => report.cells.push((difference.name, cell)),
             }
         }
-        let own = logprob_differences(policy, &sample, Replay::default(), temperature);
-        let replayed = logprob_differences(policy, &sample, Replay { experts: true, indexer: true }, temperature);
-        let (sum, max, count) = &mut report.logprobs;
-        *sum += own.iter().map(|d| f64::from(*d)).sum::<f64>();
-        *max = own.iter().fold(*max, |m, d| m.max(*d));
-        *count += own.len();
-        report.replayed.0 += replayed.iter().map(|d| f64::from(*d)).sum::<f64>();
-        report.replayed.1 = replayed.iter().fold(report.replayed.1, |m, d| m.max(*d));
+        let replay = Replay { experts: true, indexer: true };
+        report.logprobs.add(&logprob_differences(policy, &mb, Replay::default(), temperature));
+        report.replayed.add(&logprob_differences(policy, &mb, replay, temperature));
     }
-    report.cells = order.into_iter().map(|name| (name.clone(), cells[&name])).collect();
     report
 }
 
@@ -172,18 +175,16 @@ fn engine_trace(model: &Model, tokens: &[u32]) -> Trace {
     trace
 }
 
-fn policy_trace(policy: &Policy, sample: &Sample) -> Trace {
+fn policy_trace(policy: &Policy, mb: &Microbatch) -> Trace {
     let mut trace = Trace::default();
-    let mb = pack(std::slice::from_ref(sample), &PackConfig::default()).remove(0);
-    let hidden = policy.forward(&mb, Replay::default(), Some(&mut trace));
+    let hidden = policy.forward(mb, Replay::default(), Some(&mut trace));
     trace.numbers("logits", &[policy.config().vocab_size], to_vec_f32(&policy.logits(&hidden)));
     trace
 }
 
-/// `|rollout_logprob - trainer_logprob|` of the sample's trained tokens.
-fn logprob_differences(policy: &Policy, sample: &Sample, replay: Replay, temperature: f64) -> Vec<f32> {
-    let mb = pack(std::slice::from_ref(sample), &PackConfig::default()).remove(0);
-    let (logprobs, _) = policy.token_logprobs(&mb, replay, temperature);
+/// `|rollout_logprob - trainer_logprob|` of the trained tokens.
+fn logprob_differences(policy: &Policy, mb: &Microbatch, replay: Replay, temperature: f64) -> Vec<f32> {
+    let (logprobs, _) = policy.token_logprobs(mb, replay, temperature);
     let logprobs = to_vec_f32(&logprobs);
     let trained = (0..logprobs.len()).filter(|&at| mb.loss_mask[at]);
     trained.map(|at| (logprobs[at] - mb.rollout_logprobs[at]).abs()).collect()
@@ -223,12 +224,11 @@ impl Report {
             let cell = self.cell("", &[op]).unwrap_or_default();
             let _ = writeln!(out, "{op:<24}{:>9}", cell.shown());
         }
-        let (sum, max, count) = self.logprobs;
-        let mean = |sum: f64| sum / count.max(1) as f64;
         let _ = writeln!(out, "\n{:<24}{:>12}{:>12}", "|logprob difference|", "mean", "max");
-        let _ = writeln!(out, "{:<24}{:>12.1e}{max:>12.1e}", "own choices", mean(sum));
-        let (sum, max) = self.replayed;
-        let _ = writeln!(out, "{:<24}{:>12.1e}{max:>12.1e}\n", "rollout's replayed", mean(sum));
+        for (name, spread) in [("own choices", self.logprobs), ("rollout's replayed", self.replayed)] {
+            let _ = writeln!(out, "{name:<24}{:>12.1e}{:>12.1e}", spread.mean(), spread.max);
+        }
+        out.push('\n');
         out
     }
 
@@ -240,8 +240,8 @@ impl Report {
                 cell.shown()
             ));
         }
-        if self.logprobs.1 > LOGPROB_TOLERANCE || self.logprobs.1.is_nan() {
-            let max = self.logprobs.1;
+        let max = self.logprobs.max;
+        if max > LOGPROB_TOLERANCE || max.is_nan() {
             return Err(format!("log-probabilities differ by {max:.1e}, more than rounding ({LOGPROB_TOLERANCE:.0e})"));
         }
         let largest = self.cells.iter().max_by(|a, b| a.1.relative.total_cmp(&b.1.relative));

@@ -3,13 +3,11 @@
 use std::time::Instant;
 
 use datasets::{Group, TrajectoryExtra, write_trajectories};
-use rollout::engine::GenerateOptions;
-use rollout::sampler::Sampling;
 
 use crate::advantage;
 use crate::cli::Failure;
 use crate::evaluate::evaluate;
-use crate::generate::{generate, metrics_of, num_response_tokens, requests};
+use crate::generate::{generate, metrics_of, num_response_tokens, options, requests};
 use crate::recipe::Recipe;
 use crate::setup::{Inputs, Run};
 use crate::tracking::{Metrics, Stage, StepLine};
@@ -67,11 +65,7 @@ fn rollouts(run: &Run<'_>, step: usize) -> Result<Option<Vec<Group>>, Failure> {
     let indices: Vec<usize> = batch.into_iter().map(|(index, _epoch)| index).collect();
     let first_group_id = ((step - 1) * recipe.prompts_per_step) as u64;
     let requests = requests(book, &indices, recipe.group_size, first_group_id);
-    let options = GenerateOptions {
-        sampling: Sampling { temperature: recipe.rollout.temperature as f32, seed: recipe.seed },
-        max_response_tokens: recipe.rollout.max_response_tokens,
-        max_batch_rollouts: recipe.rollout.max_batch_rollouts,
-    };
+    let options = options(recipe, recipe.rollout.temperature);
     Ok(generate(&run.engine, &requests, &options, &run.console, Stage::Rollout, &run.stop)?)
 }
 

@@ -12,7 +12,7 @@ use reward::RewardFn;
 use rollout::engine::Engine;
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::load_weights;
-use rollout::model::{Model, ModelConfig, Sizes, Weights, to_engine_format};
+use rollout::model::{Model, ModelConfig, Sizes, Weights, is_routed_expert, to_engine_format};
 use rollout::stop_tokens::load_stop_tokens;
 use rollout::tokenizer::Tokenizer;
 use tch::Device;
@@ -132,7 +132,7 @@ impl Inputs {
             .config
             .parameters()
             .iter()
-            .filter(|(name, _)| name.contains(".ffn.experts."))
+            .filter(|(name, _)| is_routed_expert(name))
             .map(|(_, shape)| shape.iter().product::<usize>())
             .sum();
         let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / (1 << 20) as f64);
@@ -153,19 +153,13 @@ impl Inputs {
             ),
         ];
         if task != Task::Eval {
-            let never = |name: &str| name.ends_with(".ffn.gate.bias") || name.contains(".attn.indexer.");
-            let is_frozen = |name: &str| never(name) || self.frozen.contains(name);
-            let parameters = self.config.parameters();
-            let frozen = parameters.iter().filter(|(name, _)| is_frozen(name));
-            let frozen: usize = frozen.map(|(_, shape)| shape.iter().product::<usize>()).sum();
-            let trained = parameters.iter().filter(|(name, _)| !is_frozen(name));
-            let state: usize = trained.map(|(name, shape)| state_bytes(&recipe.optimizer, name, shape)).sum();
-            lines.insert(1, format!("training     {} parameters, {frozen} are frozen", total - frozen));
+            let mut trained = self.config.parameters();
+            trained.retain(|(name, _)| self.frozen.is_trained(name));
+            let num_trained: usize = trained.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
+            let state: usize = trained.iter().map(|(name, shape)| state_bytes(&recipe.optimizer, name, shape)).sum();
+            lines.insert(1, format!("training     {num_trained} parameters, {} are frozen", total - num_trained));
             let activations = recipe.pack.microbatch_tokens * activation_bytes_per_token(&self.config, context);
-            lines.insert(
-                3,
-                format!("optimizer    {} of gradients, {} of moments", mib(4 * (total - frozen)), mib(state)),
-            );
+            lines.insert(3, format!("optimizer    {} of gradients, {} of moments", mib(4 * num_trained), mib(state)));
             lines.push(format!(
                 "activations  about {} for each of {} microbatches under way, of {} tokens",
                 mib(activations),

@@ -225,14 +225,13 @@ fn name_of(input: &Path) -> String {
 /// Reads the input and hands it on in batches, so that output comes as input does and memory stays bounded.
 fn each_batch(texts: &Texts, mut work: impl FnMut(&[Line]) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let source = name_of(&texts.input);
-    let reader: Box<dyn BufRead> = if texts.input == Path::new("-") {
+    let mut reader: Box<dyn BufRead> = if texts.input == Path::new("-") {
         Box::new(BufReader::new(std::io::stdin()))
     } else {
         let file = std::fs::File::open(&texts.input).with_context(|| format!("cannot read {source}"))?;
         Box::new(BufReader::new(file))
     };
     let mut batch = Vec::new();
-    let mut reader = reader;
     for number in 1.. {
         let mut line = Vec::new();
         let read = reader.by_ref().take(MAX_LINE_BYTES + 1).read_until(b'\n', &mut line);

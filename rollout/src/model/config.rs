@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use kernels::hyper_connection::MAX_STREAMS;
 use serde::{Deserialize, Serialize};
 
+use super::checkpoint::is_routed_expert;
 use super::config_file;
 
 /// Why a `config.json` was refused.
@@ -193,12 +194,13 @@ pub struct ModelConfig {
     pub other: serde_json::Map<String, serde_json::Value>,
 }
 
-fn check(path: &Path, ok: bool, field: &str, found: String, expected: &str) -> Result<(), ConfigError> {
-    if ok {
-        return Ok(());
-    }
+pub(super) fn unsupported(path: &Path, field: &str, found: String, expected: &str) -> ConfigError {
     let (path, field, expected) = (path.to_owned(), field.to_owned(), expected.to_owned());
-    Err(ConfigError::Unsupported { path, field, found, expected })
+    ConfigError::Unsupported { path, field, found, expected }
+}
+
+pub(super) fn check(path: &Path, ok: bool, field: &str, found: String, expected: &str) -> Result<(), ConfigError> {
+    if ok { Ok(()) } else { Err(unsupported(path, field, found, expected)) }
 }
 
 /// Published models whose configuration is built in, for sizes without a checkpoint.
@@ -513,7 +515,7 @@ impl ModelConfig {
         for (name, shape) in self.parameters() {
             let n: usize = shape.iter().product();
             total += n;
-            if name.contains(".ffn.experts.") {
+            if is_routed_expert(&name) {
                 routed += n;
             }
         }

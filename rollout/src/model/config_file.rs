@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::config::{CSA_RATIO, ConfigError, ModelConfig};
+use super::config::{self, CSA_RATIO, ConfigError, ModelConfig};
 
 /// Fields that say nothing about the arithmetic; kept, so that a configuration written again is whole.
 const WITHOUT_EFFECT: [&str; 24] = [
@@ -66,6 +66,11 @@ fn quantization_values() -> [(&'static str, Value); 5] {
         ("scale_fmt", json!("ue8m0")),
         ("weight_block_size", json!([128, 128])),
     ]
+}
+
+/// The `quantization_config` of a checkpoint with FP8 matrices.
+pub(crate) fn fp8_quantization() -> Value {
+    quantization_values().into_iter().collect()
 }
 
 const SLIDING: &str = "sliding_attention";
@@ -179,16 +184,11 @@ struct File<'a> {
 
 impl File<'_> {
     fn check(&self, ok: bool, field: &str, found: String, expected: &str) -> Result<(), ConfigError> {
-        if ok {
-            return Ok(());
-        }
-        let (path, field, expected) = (self.path.to_owned(), field.to_owned(), expected.to_owned());
-        Err(ConfigError::Unsupported { path, field, found, expected })
+        config::check(self.path, ok, field, found, expected)
     }
 
     fn unsupported<T>(&self, field: &str, found: &Value, expected: &str) -> Result<T, ConfigError> {
-        let (path, field, expected) = (self.path.to_owned(), field.to_owned(), expected.to_owned());
-        Err(ConfigError::Unsupported { path, field, found: shown(found), expected })
+        Err(config::unsupported(self.path, field, shown(found), expected))
     }
 
     fn take(&mut self, field: &str) -> Option<Value> {

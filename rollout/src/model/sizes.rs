@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use super::checkpoint::{Format, Layout};
+use super::checkpoint::{Format, Layout, is_routed_expert};
 use super::{LayerKind, MTP_PREFIX, ModelConfig};
 use crate::kv_cache::KvCache;
 
@@ -27,6 +27,7 @@ pub struct KindSize {
 #[derive(Clone, Debug)]
 pub struct Sizes<'a> {
     config: &'a ModelConfig,
+    parameters: Vec<(String, Vec<usize>)>,
     /// By kind, in the order of a forward pass.
     pub kinds: Vec<KindSize>,
 }
@@ -38,7 +39,7 @@ fn kind_of(name: &str) -> &'static str {
         "head.weight" => "output head",
         _ if name.starts_with(MTP_PREFIX) => MTP,
         _ if contains("hc_") => "hyper-connections",
-        _ if contains(".ffn.experts.") => "routed experts",
+        _ if is_routed_expert(name) => "routed experts",
         _ if contains(".shared_experts.") => "shared experts",
         _ if contains(".ffn.gate.") => "routers",
         _ if contains(".indexer.") => "indexers",
@@ -65,8 +66,9 @@ impl<'a> Sizes<'a> {
             MTP,
         ];
         let mut kinds: Vec<KindSize> = order.map(|kind| KindSize { kind, total: 0, active: 0 }).into();
-        for (name, shape) in config.parameters() {
-            let kind = kind_of(&name);
+        let parameters = config.parameters();
+        for (name, shape) in &parameters {
+            let kind = kind_of(name);
             let size = kinds.iter_mut().find(|size| size.kind == kind).expect("every kind is in the list");
             size.total += shape.iter().product::<usize>();
         }
@@ -79,7 +81,7 @@ impl<'a> Sizes<'a> {
             };
         }
         kinds.retain(|size| size.total > 0);
-        Self { config, kinds }
+        Self { config, parameters, kinds }
     }
 
     /// All parameters, and those that one token uses (its share of the routed experts; no multi-token prediction).
@@ -90,8 +92,7 @@ impl<'a> Sizes<'a> {
 
     /// Bytes of a checkpoint in `layout`, hash tables included.
     pub fn checkpoint_bytes(&self, layout: Layout) -> usize {
-        let parameters = self.config.parameters();
-        let parameters: usize = parameters.iter().map(|(name, shape)| layout.format(name).num_bytes(shape)).sum();
+        let parameters: usize = self.parameters.iter().map(|(name, shape)| layout.format(name).num_bytes(shape)).sum();
         let tables = self.config.num_hash_layers * Format::I64.num_bytes(&self.config.hash_table_shape());
         parameters + tables
     }

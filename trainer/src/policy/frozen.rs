@@ -106,6 +106,12 @@ impl Frozen {
         }
     }
 
+    /// Whether training changes the parameter `name` by its gradient: not what is frozen, and not the indexers and the
+    /// routers' selection biases, which no gradient reaches.
+    pub fn is_trained(&self, name: &str) -> bool {
+        !(self.contains(name) || name.ends_with(".ffn.gate.bias") || name.contains(".attn.indexer."))
+    }
+
     /// Whether the parameter `name` is frozen.
     pub fn contains(&self, name: &str) -> bool {
         self.patterns.iter().any(|pattern| matches(pattern, name))

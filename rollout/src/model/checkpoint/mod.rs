@@ -153,7 +153,7 @@ pub enum CheckpointError {
 pub fn load_weights(dir: &Path, config: &ModelConfig) -> Result<Weights, CheckpointError> {
     let checkpoint = Checkpoint::open(dir)?;
     let mut weights = Weights::new();
-    checkpoint.check_stacks(config)?;
+    checkpoint.check_against(config)?;
     for (name, shape) in config.parameters() {
         let tensor = checkpoint.read(&name, &shape)?.into_f32();
         weights.insert(name, tensor);
@@ -162,6 +162,5 @@ pub fn load_weights(dir: &Path, config: &ModelConfig) -> Result<Weights, Checkpo
         let table = checkpoint.read_table(&name, &config.hash_table_shape(), config.n_routed_experts)?;
         weights.insert(name, table);
     }
-    checkpoint.check_against(config)?;
     Ok(weights)
 }

@@ -85,6 +85,11 @@ pub(super) fn scale_of(weight: &str) -> String {
     format!("{}{SCALE}", weight.strip_suffix(".weight").unwrap_or(weight))
 }
 
+/// How many matrices of each expert stand below each other in the stack of this name.
+pub(super) fn halves_of(stack: &str) -> usize {
+    if stack.contains("gate_up_proj") { 2 } else { 1 }
+}
+
 /// Where the Hugging Face implementation keeps the tensor that the release calls `name`.
 pub(super) fn hugging_face(name: &str) -> Place {
     if let Some(weight) = name.strip_suffix(SCALE) {

@@ -8,11 +8,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use half::bf16;
-use kernels::quant::{FP8_TILE, MXFP4_BLOCK};
 use safetensors::tensor::{Dtype, Metadata};
 use serde::Deserialize;
 
-use super::names::{SCALE, hugging_face, release, scale_of};
+use super::names::{SCALE, halves_of, hugging_face, release, scale_of};
 use super::tensor::{MAX_FP8_SCALE, MAX_MXFP4_SCALE};
 use super::{CheckpointError, Format, HostTensor, INDEX_FILE, Naming, TensorData, WEIGHTS_FILE};
 use crate::model::{MTP_PREFIX, ModelConfig};
@@ -146,8 +145,8 @@ impl Checkpoint {
         }
     }
 
-    /// Refuses a checkpoint with a layer's tensor that `config` knows nothing of: config and tensors do not belong
-    /// together then. Tensors outside the layers may be more than the model has.
+    /// Refuses a checkpoint with a layer's tensor that `config` knows nothing of, or with a stack of experts of another
+    /// shape: config and tensors do not belong together then. Tensors outside the layers may be more than the model has.
     ///
     /// # Errors
     /// With the first such tensor by name.
@@ -169,10 +168,7 @@ impl Checkpoint {
     }
 
     /// Refuses stacks of experts of another shape than `config` says: their parts would be cut out in the wrong places.
-    ///
-    /// # Errors
-    /// With the first such stack.
-    pub fn check_stacks(&self, config: &ModelConfig) -> Result<(), CheckpointError> {
+    fn check_stacks(&self, config: &ModelConfig) -> Result<(), CheckpointError> {
         let (experts, width, d) = (config.n_routed_experts, config.moe_intermediate_size, config.hidden_size);
         for (suffix, rows, columns) in [("gate_up_proj", 2 * width, d), ("down_proj", d, width)] {
             let is_stack = |key: &str| key.strip_suffix(suffix).is_some_and(|key| key.ends_with(".mlp.experts."));
@@ -209,14 +205,12 @@ impl Checkpoint {
                 self.check_shape(&stored, shape)?;
                 let codes = self.elements(&stored, u8::from_le_bytes)?;
                 self.check_values(&stored, &codes, |code| code & 0x7f != 0x7f, "an e4m3 code of a number")?;
-                let tiles = [shape[0].div_ceil(FP8_TILE), shape[1].div_ceil(FP8_TILE)];
-                TensorData::Fp8 { codes, scales: self.scales(name, &tiles, MAX_FP8_SCALE)? }
+                TensorData::Fp8 { codes, scales: self.scales(name, Format::Fp8, shape, MAX_FP8_SCALE)? }
             }
             Dtype::I8 | Dtype::U8 if Format::Mxfp4.fits(shape) => {
-                self.check_shape(&stored, &[shape[0], shape[1] / 2])?;
+                self.check_shape(&stored, &Format::Mxfp4.stored_shape(shape))?;
                 let codes = self.elements(&stored, u8::from_le_bytes)?;
-                let blocks = [shape[0], shape[1] / MXFP4_BLOCK];
-                TensorData::Mxfp4 { codes, scales: self.scales(name, &blocks, MAX_MXFP4_SCALE)? }
+                TensorData::Mxfp4 { codes, scales: self.scales(name, Format::Mxfp4, shape, MAX_MXFP4_SCALE)? }
             }
             _ => return Err(self.dtype(&stored, "F32, BF16, F8_E4M3 or I8 (MXFP4)")),
         };
@@ -241,9 +235,10 @@ impl Checkpoint {
     }
 
     /// The scales of weight `name` as e8m0 bytes, at most `largest`; f32 ones are taken where they are powers of two.
-    fn scales(&self, name: &str, shape: &[usize], largest: u8) -> Result<Vec<u8>, CheckpointError> {
-        let stored = self.stored(&scale_of(name), shape)?;
-        self.check_shape(&stored, shape)?;
+    fn scales(&self, name: &str, format: Format, shape: &[usize], largest: u8) -> Result<Vec<u8>, CheckpointError> {
+        let shape = format.scale_shape(shape).expect("a block format has scales");
+        let stored = self.stored(&scale_of(name), &shape)?;
+        self.check_shape(&stored, &shape)?;
         match stored.dtype {
             Dtype::F8_E8M0 | Dtype::U8 => {
                 let scales = self.elements(&stored, u8::from_le_bytes)?;
@@ -271,7 +266,7 @@ impl Checkpoint {
         let key = place.name.strip_prefix("model.")?;
         let stack = self.tensors.get(key)?;
         let &[num_experts, rows, columns] = stack.shape.as_slice() else { return None };
-        let halves = if key.contains("gate_up_proj") { 2 } else { 1 };
+        let halves = halves_of(key);
         let rows = rows / halves;
         let at = stack.at + ((expert * halves + half) * rows * columns * stack.dtype.bitsize() / 8) as u64;
         let slice = Stored { shape: vec![rows, columns], at, ..stack.clone() };

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use half::bf16;
-use kernels::quant::{Fp8, Mxfp4, dequantize_fp8, dequantize_mxfp4, num_tiles, quantize_fp8, quantize_mxfp4};
+use kernels::quant::{FP8_TILE, MXFP4_BLOCK};
+use kernels::quant::{Fp8, Mxfp4, dequantize_fp8, dequantize_mxfp4, mxfp4_to_fp8, quantize_fp8, quantize_mxfp4};
 
 use super::Format;
 
@@ -98,7 +99,7 @@ impl HostTensor {
         let shape = self.shape.clone();
         if let (TensorData::Mxfp4 { codes, scales }, Format::Fp8) = (&self.data, format) {
             let m = Mxfp4 { codes: codes.clone(), scales: scales.clone() };
-            if let Some(Fp8 { codes, scales }) = kernels::quant::mxfp4_to_fp8(&m, shape[0], shape[1]) {
+            if let Some(Fp8 { codes, scales }) = mxfp4_to_fp8(&m, shape[0], shape[1]) {
                 return Self { shape, data: TensorData::Fp8 { codes, scales } };
             }
         }
@@ -169,16 +170,33 @@ impl TensorData {
 }
 
 impl Format {
+    /// The shape that a file gives the elements of a tensor of this shape: MXFP4 has two in a byte.
+    pub fn stored_shape(self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Self::Mxfp4 => vec![shape[0], shape[1] / 2],
+            Self::F32 | Self::Bf16 | Self::I64 | Self::Fp8 => shape.to_vec(),
+        }
+    }
+
+    /// The shape of a matrix's scales, in a format that has scales.
+    pub fn scale_shape(self, shape: &[usize]) -> Option<[usize; 2]> {
+        match self {
+            Self::F32 | Self::Bf16 | Self::I64 => None,
+            Self::Fp8 => Some([shape[0].div_ceil(FP8_TILE), shape[1].div_ceil(FP8_TILE)]),
+            Self::Mxfp4 => Some([shape[0], shape[1] / MXFP4_BLOCK]),
+        }
+    }
+
     /// Bytes of a tensor of this shape, scales included.
     pub fn num_bytes(self, shape: &[usize]) -> usize {
-        let n: usize = shape.iter().product();
-        match self {
-            Self::F32 => 4 * n,
-            Self::Bf16 => 2 * n,
-            Self::I64 => 8 * n,
-            Self::Fp8 => n + num_tiles(shape[0], shape[1]),
-            Self::Mxfp4 => n / 2 + n / 32,
-        }
+        let width = match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+            Self::I64 => 8,
+            Self::Fp8 | Self::Mxfp4 => 1,
+        };
+        let scales = self.scale_shape(shape).map_or(0, |[rows, columns]| rows * columns);
+        width * self.stored_shape(shape).iter().product::<usize>() + scales
     }
 
     /// Whether a tensor of this shape can be held: FP8 wants a matrix, MXFP4 one whose rows are whole blocks.
@@ -186,7 +204,7 @@ impl Format {
         match self {
             Self::F32 | Self::Bf16 | Self::I64 => true,
             Self::Fp8 => shape.len() == 2,
-            Self::Mxfp4 => shape.len() == 2 && shape[1].is_multiple_of(kernels::quant::MXFP4_BLOCK),
+            Self::Mxfp4 => shape.len() == 2 && shape[1].is_multiple_of(MXFP4_BLOCK),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-use super::names::{hugging_face, scale_of};
+use super::names::{halves_of, hugging_face, scale_of};
 use super::{CheckpointError, Format, HostTensor, INDEX_FILE, Naming, TensorData, WEIGHTS_FILE, Weights};
 
 /// A tensor to be written: one parameter, or a stack of experts' matrices under one name.
@@ -20,15 +20,15 @@ pub struct Item {
     parts: Vec<String>,
     /// The shape of one part's values.
     part: Vec<usize>,
-    /// What stands before a part's shape in a stack: experts, and the matrices stacked per expert times their rows.
-    stack: Option<(usize, usize)>,
+    /// In a stack, how many matrices of each expert stand below each other.
+    halves: Option<usize>,
 }
 
 impl Item {
     /// A single tensor under its own name.
     pub fn single(name: &str, format: Format, shape: &[usize]) -> Self {
         let part = shape.to_vec();
-        Self { name: name.to_owned(), format, parts: vec![name.to_owned()], part, stack: None }
+        Self { name: name.to_owned(), format, parts: vec![name.to_owned()], part, halves: None }
     }
 
     /// The tensors of a checkpoint in `naming`, from its parameters in the release's names with format and shape.
@@ -53,36 +53,35 @@ impl Item {
                 items.push(Self { name: place.name, ..Self::single(&name, format, &shape) });
                 continue;
             };
-            let halves = if place.name.ends_with("gate_up_proj") { 2 } else { 1 };
+            let halves = halves_of(&place.name);
             let item_idx = *stacks.entry(place.name.clone()).or_insert_with(|| {
-                let stack = Item { name: place.name, format, parts: Vec::new(), part: shape, stack: Some((0, halves)) };
-                items.push(stack);
+                items.push(Item { name: place.name, format, parts: Vec::new(), part: shape, halves: Some(halves) });
                 items.len() - 1
             });
             let (item, at) = (&mut items[item_idx], expert * halves + half);
             item.parts.resize(item.parts.len().max(at + 1), String::new());
             item.parts[at] = name;
-            item.stack = Some((item.parts.len() / halves, halves));
         }
         items
     }
 
     /// Name, type and shape of the tensors in the file: the elements, then the scales of a block format.
     fn entries(&self) -> Vec<(String, Dtype, Vec<usize>)> {
-        let stacked = |shape: Vec<usize>| match self.stack {
-            Some((experts, halves)) => vec![experts, halves * shape[0], shape[1]],
+        let stacked = |shape: Vec<usize>| match self.halves {
+            Some(halves) => vec![self.parts.len() / halves, halves * shape[0], shape[1]],
             None => shape,
         };
-        let p = &self.part;
-        let (dtype, shape, scales) = match self.format {
-            Format::F32 => (Dtype::F32, p.clone(), None),
-            Format::Bf16 => (Dtype::BF16, p.clone(), None),
-            Format::I64 => (Dtype::I64, p.clone(), None),
-            Format::Fp8 => (Dtype::F8_E4M3, p.clone(), Some(vec![p[0].div_ceil(128), p[1].div_ceil(128)])),
-            Format::Mxfp4 => (Dtype::I8, vec![p[0], p[1] / 2], Some(vec![p[0], p[1] / 32])),
+        let dtype = match self.format {
+            Format::F32 => Dtype::F32,
+            Format::Bf16 => Dtype::BF16,
+            Format::I64 => Dtype::I64,
+            Format::Fp8 => Dtype::F8_E4M3,
+            Format::Mxfp4 => Dtype::I8,
         };
-        let scales = scales.map(|shape| (scale_of(&self.name), Dtype::F8_E8M0, shape));
-        std::iter::once((self.name.clone(), dtype, stacked(shape))).chain(scales).collect()
+        let elements = (self.name.clone(), dtype, stacked(self.format.stored_shape(&self.part)));
+        let scales = self.format.scale_shape(&self.part);
+        let scales = scales.map(|shape| (scale_of(&self.name), Dtype::F8_E8M0, shape.to_vec()));
+        std::iter::once(elements).chain(scales).collect()
     }
 
     /// Bytes in the file.
