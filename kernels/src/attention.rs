@@ -1,44 +1,126 @@
 //! Attention of one row over its window and its compressed entries, with one sink per head (v4/SPEC section 4).
 //! Shapes: H heads, c channels, one shared key/value head: queries `[H, c]`, entries `[_, c]`.
 
-use crate::math::{add_scaled, dot, exp, max, sum};
+use crate::math::{dots, exp, max, sum};
+
+/// Heads that are done together, so that keys are read once for all of them.
+const HEADS: usize = 4;
+/// Channels of the result that are summed in registers.
+const CHANNELS: usize = 16;
+
+/// What a row attends to: all of the window, then some of the compressed entries.
+#[derive(Clone, Copy, Debug)]
+pub struct Keys<'a> {
+    /// `[_, c]`.
+    pub window: &'a [f32],
+    /// `[_, c]`, of which `picks` names those that count.
+    pub entries: &'a [f32],
+    /// Rows of `entries`.
+    pub picks: &'a [u32],
+}
 
 vectorised! {
-    /// `out[h] = sum_j softmax_j(q[h] . kv_j / sqrt(c)) kv_j` over `window` (all of it) and the `picks` of `entries`;
-    /// `exp(sink[h])` joins the softmax's denominator.
+    /// `out[h] = sum_j softmax_j(q[h] . kv_j / sqrt(c)) kv_j` over `keys`; `exp(sink[h])` joins the softmax's
+    /// denominator.
     ///
     /// `scores` is scratch. Window first, then picks in their order: one summation order whatever the batch.
     ///
     /// # Panics
     /// When the sizes do not fit.
-    pub fn attend(
-        q: &[f32], window: &[f32], entries: &[f32], picks: &[u32], sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32],
-    ) {
+    pub fn attend(q: &[f32], keys: Keys<'_>, sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32]) {
         let c = q.len() / sink.len();
-        assert!(window.len().is_multiple_of(c) && out.len() == q.len(), "window {} out {}", window.len(), out.len());
-        let num_window = window.len() / c;
-        let scale = 1.0 / (c as f32).sqrt();
-        let entry = |pick: u32| &entries[pick as usize * c..][..c];
-        scores.resize(num_window + picks.len(), 0.0);
-        for ((q, out), &sink) in q.chunks_exact(c).zip(out.chunks_exact_mut(c)).zip(sink) {
-            for (score, kv) in scores.iter_mut().zip(window.chunks_exact(c)) {
-                *score = dot(q, kv) * scale;
+        assert!(keys.window.len().is_multiple_of(c) && out.len() == q.len(), "{} queries, {} out", q.len(), out.len());
+        let mut done = 0;
+        while done < sink.len() {
+            let heads = if sink.len() - done >= HEADS { HEADS } else { 1 };
+            let channels = done * c..(done + heads) * c;
+            let (q, sink, out) = (&q[channels.clone()], &sink[done..done + heads], &mut out[channels]);
+            if heads == HEADS {
+                attend_together::<HEADS>(q, keys, sink, scores, out);
+            } else {
+                attend_together::<1>(q, keys, sink, scores, out);
             }
-            for (score, &pick) in scores[num_window..].iter_mut().zip(picks) {
-                *score = dot(q, entry(pick)) * scale;
+            done += heads;
+        }
+    }
+}
+
+#[inline(always)]
+fn attend_together<const N: usize>(q: &[f32], keys: Keys<'_>, sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32]) {
+    let c = q.len() / N;
+    let window = keys.window;
+    let num_window = window.len() / c;
+    let num_keys = num_window + keys.picks.len();
+    let scale = 1.0 / (c as f32).sqrt();
+    let entry = |pick: u32| &keys.entries[pick as usize * c..][..c];
+    scores.resize(N * num_keys, 0.0);
+    let mut heads: [&[f32]; N] = [&[]; N];
+    for n in 0..N {
+        heads[n] = &q[n * c..][..c];
+    }
+    for (j, kv) in window.chunks_exact(c).enumerate() {
+        let scored = dots(heads, kv);
+        for n in 0..N {
+            scores[n * num_keys + j] = scored[n] * scale;
+        }
+    }
+    for (j, &pick) in keys.picks.iter().enumerate() {
+        let scored = dots(heads, entry(pick));
+        for n in 0..N {
+            scores[n * num_keys + num_window + j] = scored[n] * scale;
+        }
+    }
+    for n in 0..N {
+        let scores = &mut scores[n * num_keys..][..num_keys];
+        let top = max(scores).max(sink[n]);
+        for score in scores.iter_mut() {
+            *score = exp(*score - top);
+        }
+        let inverse = 1.0 / (sum(scores) + exp(sink[n] - top));
+        for score in scores.iter_mut() {
+            *score *= inverse;
+        }
+    }
+    let mut from = 0;
+    while from + CHANNELS <= c {
+        let mut sums = [[0.0f32; CHANNELS]; N];
+        let mut rows: [&[f32]; N] = [&[]; N];
+        for n in 0..N {
+            rows[n] = &scores[n * num_keys..][..num_keys];
+        }
+        for (j, kv) in window.chunks_exact(c).enumerate() {
+            add_key(&mut sums, rows, j, &kv[from..]);
+        }
+        for (j, &pick) in keys.picks.iter().enumerate() {
+            add_key(&mut sums, rows, num_window + j, &entry(pick)[from..]);
+        }
+        for n in 0..N {
+            out[n * c + from..][..CHANNELS].copy_from_slice(&sums[n]);
+        }
+        from += CHANNELS;
+    }
+    for channel in from..c {
+        for n in 0..N {
+            let mut sum = 0.0f32;
+            for (j, kv) in window.chunks_exact(c).enumerate() {
+                sum = scores[n * num_keys + j].mul_add(kv[channel], sum);
             }
-            let top = max(scores).max(sink);
-            for score in scores.iter_mut() {
-                *score = exp(*score - top);
+            for (j, &pick) in keys.picks.iter().enumerate() {
+                sum = scores[n * num_keys + num_window + j].mul_add(entry(pick)[channel], sum);
             }
-            let inverse = 1.0 / (sum(scores) + exp(sink - top));
-            out.fill(0.0);
-            for (p, kv) in scores.iter().zip(window.chunks_exact(c)) {
-                add_scaled(out, p * inverse, kv);
-            }
-            for (p, &pick) in scores[num_window..].iter().zip(picks) {
-                add_scaled(out, p * inverse, entry(pick));
-            }
+            out[n * c + channel] = sum;
+        }
+    }
+}
+
+/// `sums[n] += scores[n][j] * kv`.
+#[inline(always)]
+fn add_key<const N: usize>(sums: &mut [[f32; CHANNELS]; N], scores: [&[f32]; N], j: usize, kv: &[f32]) {
+    let kv = &kv[..CHANNELS];
+    for n in 0..N {
+        let p = scores[n][j];
+        for i in 0..CHANNELS {
+            sums[n][i] = p.mul_add(kv[i], sums[n][i]);
         }
     }
 }

@@ -34,11 +34,11 @@ vectorised! {
         assert!(n <= MAX_STREAMS && z.len() == (2 + n) * n, "{} mixes for {n} streams", z.len());
         let (pre_post, comb) = z.split_at_mut(2 * n);
         for i in 0..n {
-            pre_post[i] = sigmoid(pre_post[i] * gates.scale[0] + gates.base[i]) + gates.eps;
-            pre_post[n + i] = 2.0 * sigmoid(pre_post[n + i] * gates.scale[1] + gates.base[n + i]);
+            pre_post[i] = sigmoid(pre_post[i].mul_add(gates.scale[0], gates.base[i])) + gates.eps;
+            pre_post[n + i] = 2.0 * sigmoid(pre_post[n + i].mul_add(gates.scale[1], gates.base[n + i]));
         }
         for (x, base) in comb.iter_mut().zip(&gates.base[2 * n..]) {
-            *x = *x * gates.scale[2] + base;
+            *x = x.mul_add(gates.scale[2], *base);
         }
         if n == 4 {
             sinkhorn::<4>(comb, 4, gates);
@@ -95,30 +95,59 @@ fn columns<const W: usize>(c: &mut [[f32; W]; W], n: usize, eps: f32) {
     }
 }
 
+/// Channels that are mixed in registers.
+const CHANNELS: usize = 16;
+
 vectorised! {
     /// `x = sum_n pre[n] * streams[n]`: the sub-layer's input.
     pub fn collapse(streams: &[f32], pre: &[f32], x: &mut [f32]) {
-        x.fill(0.0);
-        for (stream, pre) in streams.chunks_exact(x.len()).zip(pre) {
-            crate::math::add_scaled(x, *pre, stream);
+        let d = x.len();
+        for (from, x) in (0..d).step_by(CHANNELS).zip(x.chunks_mut(CHANNELS)) {
+            let mut sums = [0.0f32; CHANNELS];
+            for (stream, pre) in streams.chunks_exact(d).zip(pre) {
+                mix(&mut sums, *pre, &stream[from..][..x.len()]);
+            }
+            x.copy_from_slice(&sums[..x.len()]);
         }
     }
 }
 
 vectorised! {
     /// `streams'[k] = post[k] * y + sum_j comb[j, k] * streams[j]`: contracts the first index of `comb`.
-    ///
-    /// `scratch` holds N D values.
-    pub fn expand(streams: &mut [f32], y: &[f32], post: &[f32], comb: &[f32], scratch: &mut [f32]) {
+    pub fn expand(streams: &mut [f32], y: &[f32], post: &[f32], comb: &[f32]) {
         let (n, d) = (post.len(), y.len());
-        let old = &mut scratch[..n * d];
-        old.copy_from_slice(streams);
-        for (k, new) in streams.chunks_exact_mut(d).enumerate() {
-            for (x, y) in new.iter_mut().zip(y) {
-                *x = post[k] * y;
+        assert!(n <= MAX_STREAMS && streams.len() == n * d, "{} values of {n} streams", streams.len());
+        for (from, y) in (0..d).step_by(CHANNELS).zip(y.chunks(CHANNELS)) {
+            let mut new = [[0.0f32; CHANNELS]; MAX_STREAMS];
+            for k in 0..n {
+                for (new, y) in new[k].iter_mut().zip(y) {
+                    *new = post[k] * y;
+                }
             }
-            for (j, old) in old.chunks_exact(d).enumerate() {
-                crate::math::add_scaled(new, comb[j * n + k], old);
+            for (j, stream) in streams.chunks_exact(d).enumerate() {
+                for k in 0..n {
+                    mix(&mut new[k], comb[j * n + k], &stream[from..][..y.len()]);
+                }
+            }
+            for (stream, new) in streams.chunks_exact_mut(d).zip(&new) {
+                stream[from..][..y.len()].copy_from_slice(&new[..y.len()]);
+            }
+        }
+    }
+}
+
+/// `sums += a * x`.
+#[inline(always)]
+fn mix(sums: &mut [f32; CHANNELS], a: f32, x: &[f32]) {
+    match x.as_array::<CHANNELS>() {
+        Some(x) => {
+            for i in 0..CHANNELS {
+                sums[i] = a.mul_add(x[i], sums[i]);
+            }
+        }
+        None => {
+            for (sum, x) in sums.iter_mut().zip(x) {
+                *sum = a.mul_add(*x, *sum);
             }
         }
     }
@@ -128,7 +157,7 @@ vectorised! {
     /// The weights of the head's collapse, in place: `sigmoid(z * scale + base) + eps`.
     pub fn head_gates(z: &mut [f32], scale: f32, base: &[f32], eps: f32) {
         for (z, base) in z.iter_mut().zip(base) {
-            *z = sigmoid(*z * scale + base) + eps;
+            *z = sigmoid(z.mul_add(scale, *base)) + eps;
         }
     }
 }

@@ -5,7 +5,7 @@
 
 #[macro_use]
 mod dispatch;
-mod math;
+pub mod math;
 
 pub mod activation;
 pub mod attention;
@@ -15,6 +15,7 @@ pub mod indexer;
 pub mod linear;
 pub mod logits;
 pub mod norm;
+pub mod pool;
 pub mod quant;
 pub mod rope;
 pub mod router;

@@ -24,13 +24,39 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0; LANES];
     for (a, b) in a.iter().zip(b) {
         for i in 0..LANES {
-            lanes[i] += a[i] * b[i];
+            lanes[i] = a[i].mul_add(b[i], lanes[i]);
         }
     }
     for (i, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
-        lanes[i] += a * b;
+        lanes[i] = a.mul_add(*b, lanes[i]);
     }
     reduce(lanes)
+}
+
+/// [`dot`] of several rows with one, which is read once for all of them.
+#[inline(always)]
+pub(crate) fn dots<const N: usize>(a: [&[f32]; N], b: &[f32]) -> [f32; N] {
+    let (chunks, tail) = b.as_chunks::<LANES>();
+    let mut rows: [&[[f32; LANES]]; N] = [&[]; N];
+    let mut lanes = [[0.0f32; LANES]; N];
+    for n in 0..N {
+        rows[n] = &a[n].as_chunks::<LANES>().0[..chunks.len()];
+    }
+    for (k, b) in chunks.iter().enumerate() {
+        for n in 0..N {
+            for i in 0..LANES {
+                lanes[n][i] = rows[n][k][i].mul_add(b[i], lanes[n][i]);
+            }
+        }
+    }
+    let mut out = [0.0; N];
+    for n in 0..N {
+        for (i, (a, b)) in a[n][chunks.len() * LANES..].iter().zip(tail).enumerate() {
+            lanes[n][i] = a.mul_add(*b, lanes[n][i]);
+        }
+        out[n] = reduce(lanes[n]);
+    }
+    out
 }
 
 /// `sum_i x[i]`.
@@ -65,11 +91,12 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     lanes.iter().fold(f32::NEG_INFINITY, |a, &x| if x > a { x } else { a })
 }
 
-/// `y[i] += a * x[i]`.
-#[inline(always)]
-pub(crate) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y += a * x;
+vectorised! {
+    /// `y[i] += a * x[i]`.
+    pub fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = a.mul_add(*x, *y);
+        }
     }
 }
 
@@ -81,18 +108,21 @@ pub(crate) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
 pub(crate) fn exp(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4; // 9 bits, so that n * LN2_HIGH is exact
     const LN2_LOW: f32 = -2.121_944_4e-4;
+    // Adding it rounds to an integer, which then sits in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.0, 88.0);
-    let n = (clamped * std::f32::consts::LOG2_E + 0.5).floor();
-    let f = (clamped - n * LN2_HIGH) - n * LN2_LOW;
-    let mut p = 1.0 / 5040.0;
-    p = p * f + 1.0 / 720.0;
-    p = p * f + 1.0 / 120.0;
-    p = p * f + 1.0 / 24.0;
-    p = p * f + 1.0 / 6.0;
-    p = p * f + 0.5;
-    p = p * f + 1.0;
-    p = p * f + 1.0;
-    let power = f32::from_bits(((n as i32 + 127) << 23) as u32);
+    let rounded = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = rounded - ROUND;
+    let f = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, clamped));
+    let mut p = 1.0 / 5040.0f32;
+    p = p.mul_add(f, 1.0 / 720.0);
+    p = p.mul_add(f, 1.0 / 120.0);
+    p = p.mul_add(f, 1.0 / 24.0);
+    p = p.mul_add(f, 1.0 / 6.0);
+    p = p.mul_add(f, 0.5);
+    p = p.mul_add(f, 1.0);
+    p = p.mul_add(f, 1.0);
+    let power = f32::from_bits((rounded.to_bits() << 23).wrapping_add(127 << 23));
     let y = p * power;
     let y = if x < -87.0 { 0.0 } else { y };
     if x > 88.0 { f32::INFINITY } else { y }
@@ -128,6 +158,8 @@ mod tests {
             let x: Vec<f32> = (0..n).map(|i| i as f32).collect();
             assert_eq!(sum(&x), (n * n.saturating_sub(1) / 2) as f32);
             assert_eq!(dot(&x, &vec![2.0; n]), (n * n.saturating_sub(1)) as f32);
+            let [a, b] = dots([&x, &vec![1.0; n]], &vec![2.0; n]);
+            assert_eq!((a, b), (dot(&x, &vec![2.0; n]), 2.0 * n as f32));
             assert_eq!(max(&x), if n == 0 { f32::NEG_INFINITY } else { (n - 1) as f32 });
         }
     }

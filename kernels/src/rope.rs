@@ -42,7 +42,7 @@ vectorised! {
             let pairs = head[width - rotary..].as_chunks_mut::<2>().0;
             for ((pair, cos), sin) in pairs.iter_mut().zip(cos).zip(sin) {
                 let ([a, b], sin) = (*pair, direction * sin);
-                *pair = [a * cos - b * sin, a * sin + b * cos];
+                *pair = [a.mul_add(*cos, -(b * sin)), a.mul_add(sin, b * cos)];
             }
         }
     }

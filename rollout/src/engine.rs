@@ -1,20 +1,24 @@
-//! The engine: groups of rollouts from prompts. Each worker thread takes whole groups, prefills a group's prompt once,
-//! forks the cache for its rollouts and decodes all it holds as one batch. A rollout's tokens do not depend on which
-//! worker, batch or moment it falls into.
+//! The engine: groups of rollouts from prompts. Prompts are prefilled once for their group, several at a time, and the
+//! cache is forked for each rollout; all rollouts that run decode as one batch, whose forward pass the threads share. A
+//! rollout's tokens depend neither on the batch and the moment it falls into nor on the number of threads.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use datasets::{FinishReason, Group, IndexerChoices, Prompt, Rollout, RoutingChoices};
+use kernels::pool::{MAX_THREADS, Parts};
 
 use crate::kv_cache::KvCache;
 use crate::model::{ForwardOutput, Model, ModelConfig, Segment, WeightUpdate, WeightUpdateError, Workspace, checksum};
-use crate::sampler::{Sampling, draw};
+use crate::sampler::{Drawn, Sampling, draw};
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 /// Prompt tokens that one forward pass takes, so that a long prompt needs no more memory than a large batch.
 const PREFILL_CHUNK: usize = 256;
+
+/// Response tokens that a rollout has room for from the start, so that decoding allocates nothing.
+const RESERVED_TOKENS: usize = 4096;
 
 /// One prompt to be answered several times.
 #[derive(Clone, Debug)]
@@ -38,7 +42,7 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// A rollout that has not ended by then is truncated.
     pub max_response_tokens: usize,
-    /// Rollouts that decode together, over all threads.
+    /// Rollouts that decode together.
     pub max_batch_rollouts: usize,
 }
 
@@ -109,7 +113,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine over `model` with `num_threads` worker threads; a response ends with `eos_token_id` of its config.
+    /// An engine over `model` on `num_threads` threads; a response ends with `eos_token_id` of its config.
     pub fn new(model: Model, tokenizer: Tokenizer, num_threads: usize) -> Self {
         let (config, model) = (model.config().clone(), RwLock::new(Arc::new(model)));
         Self { stop_tokens: config.eos_token_id.ids().to_vec(), config, tokenizer, model, num_threads }
@@ -176,35 +180,16 @@ impl Engine {
                 return Err(GenerateError::TooLong { row, tokens, response, context });
             }
         }
-        let queue = Mutex::new(requests.iter().enumerate().collect::<VecDeque<_>>());
-        let num_workers = self.num_threads.clamp(1, requests.len().max(1));
-        let worker =
-            || Worker::new(self, options, progress, options.max_batch_rollouts.div_ceil(num_workers)).run(&queue);
-        let finished: Result<Vec<_>, GenerateError> = if num_workers == 1 {
-            worker()
-        } else {
-            std::thread::scope(|scope| {
-                let handles: Vec<_> = (0..num_workers)
-                    .map(|i| {
-                        let name = format!("rollout-{i}");
-                        std::thread::Builder::new().name(name).spawn_scoped(scope, worker).expect("a thread can start")
-                    })
-                    .collect();
-                let results = handles
-                    .into_iter()
-                    .map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-                results.collect::<Result<Vec<_>, _>>().map(|parts| parts.into_iter().flatten().collect())
-            })
-        };
+        let finished = Worker::new(self, options, progress).run(requests.iter().enumerate().collect())?;
         let mut groups: Vec<Option<Group>> = requests.iter().map(|_| None).collect();
-        for (index, group) in finished? {
+        for (index, group) in finished {
             groups[index] = Some(group);
         }
-        Ok(groups.into_iter().map(|group| group.expect("every request was taken by a worker")).collect())
+        Ok(groups.into_iter().map(|group| group.expect("every request was taken")).collect())
     }
 }
 
-/// One thread's share: the groups it took and the rollouts that decode now.
+/// The groups that were begun and the rollouts that decode now.
 struct Worker<'a> {
     engine: &'a Engine,
     options: &'a GenerateOptions,
@@ -214,6 +199,20 @@ struct Worker<'a> {
     groups: Vec<OpenGroup>,
     workspace: Workspace,
     output: ForwardOutput,
+    drawn: Vec<Option<Drawn>>,
+}
+
+/// A group whose prompt is being prefilled.
+struct Prefill<'r> {
+    index: usize,
+    request: &'r GroupRequest,
+    cache: KvCache,
+    /// Prompt tokens that the next pass takes.
+    take: usize,
+    expert_idx: Vec<u16>,
+    block_idx: Vec<u32>,
+    /// After its last token.
+    logits: Vec<f32>,
 }
 
 /// A rollout in the making.
@@ -235,34 +234,28 @@ struct OpenGroup {
     rollouts: Vec<Option<Rollout>>,
 }
 
-type Queue<'r> = Mutex<VecDeque<(usize, &'r GroupRequest)>>;
+type Queue<'r> = VecDeque<(usize, &'r GroupRequest)>;
 
 impl<'a> Worker<'a> {
-    fn new(engine: &'a Engine, options: &'a GenerateOptions, progress: &'a Progress, max_batch: usize) -> Self {
+    fn new(engine: &'a Engine, options: &'a GenerateOptions, progress: &'a Progress) -> Self {
         Self {
             engine,
             options,
             progress,
-            max_batch: max_batch.max(1),
+            max_batch: options.max_batch_rollouts.max(1),
             active: Vec::new(),
             groups: Vec::new(),
-            workspace: Workspace::default(),
+            workspace: Workspace::new(engine.num_threads.clamp(1, MAX_THREADS)),
             output: ForwardOutput::default(),
+            drawn: Vec::new(),
         }
     }
 
-    fn run(mut self, queue: &Queue<'_>) -> Result<Vec<(usize, Group)>, GenerateError> {
+    fn run(mut self, mut queue: Queue<'_>) -> Result<Vec<(usize, Group)>, GenerateError> {
         loop {
-            while self.active.len() < self.max_batch {
-                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-                let Some((index, request)) = next else { break };
-                self.start(index, request)?;
-            }
+            self.start(&mut queue)?;
             if self.active.is_empty() {
                 break;
-            }
-            if self.progress.cancel.load(Ordering::Relaxed) {
-                return Err(GenerateError::Cancelled);
             }
             self.step()?;
         }
@@ -279,34 +272,99 @@ impl<'a> Worker<'a> {
         Ok(groups.collect())
     }
 
-    /// Prefills a group's prompt once and draws the first token of each of its rollouts.
-    fn start(&mut self, index: usize, request: &GroupRequest) -> Result<(), GenerateError> {
-        let model = self.engine.model();
-        let mut cache = KvCache::new(&self.engine.config);
-        let (mut expert_idx, mut block_idx) = (Vec::new(), Vec::new());
-        for tokens in request.prompt_tokens.chunks(PREFILL_CHUNK) {
-            let segment = Segment { cache: &mut cache, tokens, all_logits: false };
-            model.forward(&mut [segment], &mut self.workspace, &mut self.output, None);
-            expert_idx.extend_from_slice(&self.output.expert_idx);
-            block_idx.extend_from_slice(&self.output.block_idx);
+    /// Takes groups until the batch is full, prefills their prompts, each once and several in a pass, and draws the first
+    /// token of each of their rollouts.
+    fn start(&mut self, queue: &mut Queue<'_>) -> Result<(), GenerateError> {
+        loop {
+            let mut num_rollouts = self.active.len();
+            let mut prefills = Vec::new();
+            while num_rollouts < self.max_batch
+                && let Some((index, request)) = queue.pop_front()
+            {
+                num_rollouts += request.group_size.max(1);
+                prefills.push(Prefill {
+                    index,
+                    request,
+                    cache: KvCache::new(&self.engine.config),
+                    take: 0,
+                    expert_idx: Vec::new(),
+                    block_idx: Vec::new(),
+                    logits: Vec::new(),
+                });
+            }
+            if prefills.is_empty() {
+                return Ok(());
+            }
+            let model = self.engine.model();
+            while prefills.iter().any(|p| p.cache.len < p.request.prompt_tokens.len()) {
+                self.prefill(&model, &mut prefills)?;
+            }
+            for prefill in prefills {
+                self.fork(prefill, model.version())?;
+            }
         }
+    }
+
+    /// One pass over prompts, of [`PREFILL_CHUNK`] tokens at most.
+    fn prefill(&mut self, model: &Model, prefills: &mut [Prefill<'_>]) -> Result<(), GenerateError> {
+        if self.progress.cancel.load(Ordering::Relaxed) {
+            return Err(GenerateError::Cancelled);
+        }
+        let mut room = PREFILL_CHUNK;
+        for prefill in prefills.iter_mut() {
+            prefill.take = room.min(prefill.request.prompt_tokens.len() - prefill.cache.len);
+            room -= prefill.take;
+        }
+        let mut taken: Vec<&mut Prefill<'_>> = prefills.iter_mut().filter(|p| p.take > 0).collect();
+        let mut segments: Vec<Segment<'_>> = taken
+            .iter_mut()
+            .map(|prefill| Segment {
+                tokens: &prefill.request.prompt_tokens[prefill.cache.len..][..prefill.take],
+                cache: &mut prefill.cache,
+                all_logits: false,
+            })
+            .collect();
+        model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
+        let (experts, blocks) = self.choices_per_token();
+        let vocab_size = self.engine.config.vocab_size;
+        let mut from = 0;
+        for (prefill, logits) in taken.into_iter().zip(self.output.logits.chunks_exact(vocab_size)) {
+            let rows = from..from + prefill.take;
+            prefill.expert_idx.extend_from_slice(&self.output.expert_idx[rows.start * experts..rows.end * experts]);
+            prefill.block_idx.extend_from_slice(&self.output.block_idx[rows.start * blocks..rows.end * blocks]);
+            if prefill.cache.len == prefill.request.prompt_tokens.len() {
+                prefill.logits.extend_from_slice(logits);
+            }
+            from = rows.end;
+        }
+        Ok(())
+    }
+
+    /// Begins the rollouts of a group whose prompt is prefilled.
+    fn fork(&mut self, prefill: Prefill<'_>, version: u64) -> Result<(), GenerateError> {
+        let Prefill { index, request, cache, expert_idx, block_idx, logits, .. } = prefill;
         let group = self.groups.len();
         let rollouts = (0..request.group_size).map(|_| None).collect();
         self.groups.push(OpenGroup { index, request: request.clone(), rollouts });
-        let logits = std::mem::take(&mut self.output.logits);
+        let most = self.options.max_response_tokens.min(RESERVED_TOKENS);
+        let (experts, blocks) = self.choices_per_token();
         for slot in 0..request.group_size {
             let mut rollout = Decoding {
                 group,
                 slot,
                 rollout_id: request.first_rollout_id + slot as u64,
                 cache: cache.clone(),
-                tokens: Vec::new(),
-                logprobs: Vec::new(),
-                versions: Vec::new(),
-                expert_idx: expert_idx.clone(),
-                block_idx: block_idx.clone(),
+                tokens: Vec::with_capacity(most),
+                logprobs: Vec::with_capacity(most),
+                versions: Vec::with_capacity(most),
+                expert_idx: Vec::with_capacity(expert_idx.len() + most * experts),
+                block_idx: Vec::with_capacity(block_idx.len() + most * blocks),
             };
-            self.draw(&mut rollout, &mut logits.clone(), model.version())?;
+            rollout.expert_idx.extend_from_slice(&expert_idx);
+            rollout.block_idx.extend_from_slice(&block_idx);
+            rollout.cache.reserve(most);
+            let drawn = draw(&mut logits.clone(), self.options.sampling, rollout.rollout_id, 0);
+            self.take(&mut rollout, drawn, version)?;
             match self.finish_reason(&rollout) {
                 Some(reason) => self.finish(rollout, reason)?,
                 None => self.active.push(rollout),
@@ -315,8 +373,17 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
+    /// Expert choices, and indexer selections, of a token.
+    fn choices_per_token(&self) -> (usize, usize) {
+        let config = &self.engine.config;
+        (config.num_hidden_layers * config.num_experts_per_tok, config.csa_layers().count() * config.index_topk)
+    }
+
     /// One token for every active rollout.
     fn step(&mut self) -> Result<(), GenerateError> {
+        if self.progress.cancel.load(Ordering::Relaxed) {
+            return Err(GenerateError::Cancelled);
+        }
         let model = self.engine.model();
         let mut segments: Vec<Segment<'_>> = self
             .active
@@ -328,31 +395,39 @@ impl<'a> Worker<'a> {
             })
             .collect();
         model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
-        let mut logits = std::mem::take(&mut self.output.logits);
-        let config = &self.engine.config;
-        let experts = config.num_hidden_layers * config.num_experts_per_tok;
-        let blocks = config.csa_layers().count() * config.index_topk;
+
+        self.drawn.clear();
+        self.drawn.resize(self.active.len(), None);
+        let (active, sampling, vocab_size) = (&self.active, self.options.sampling, self.engine.config.vocab_size);
+        let pool = self.workspace.pool();
+        let drawn = Parts::new(&mut self.drawn, 1, pool.num_threads());
+        let logits = Parts::new(&mut self.output.logits, vocab_size, pool.num_threads());
+        pool.run_items(active.len(), &|t| {
+            let rows = drawn.take(t).iter_mut().zip(logits.take(t).chunks_exact_mut(vocab_size));
+            for (rollout, (drawn, logits)) in active[drawn.share(t)].iter().zip(rows) {
+                *drawn = draw(logits, sampling, rollout.rollout_id, rollout.tokens.len() as u64);
+            }
+        });
+
+        let (experts, blocks) = self.choices_per_token();
         let mut still_active = Vec::with_capacity(self.active.len());
         for (i, mut rollout) in std::mem::take(&mut self.active).into_iter().enumerate() {
             rollout.expert_idx.extend_from_slice(&self.output.expert_idx[i * experts..][..experts]);
             rollout.block_idx.extend_from_slice(&self.output.block_idx[i * blocks..][..blocks]);
-            let row = &mut logits[i * config.vocab_size..][..config.vocab_size];
-            self.draw(&mut rollout, row, model.version())?;
+            self.take(&mut rollout, self.drawn[i], model.version())?;
             match self.finish_reason(&rollout) {
                 Some(reason) => self.finish(rollout, reason)?,
                 None => still_active.push(rollout),
             }
         }
         self.active = still_active;
-        self.output.logits = logits;
         Ok(())
     }
 
-    fn draw(&self, rollout: &mut Decoding, logits: &mut [f32], version: u64) -> Result<(), GenerateError> {
-        let position = rollout.tokens.len();
-        let Some(drawn) = draw(logits, self.options.sampling, rollout.rollout_id, position as u64) else {
+    fn take(&self, rollout: &mut Decoding, drawn: Option<Drawn>, version: u64) -> Result<(), GenerateError> {
+        let Some(drawn) = drawn else {
             let row = self.groups[rollout.group].request.prompt.row;
-            return Err(GenerateError::NotFinite { row, position, version });
+            return Err(GenerateError::NotFinite { row, position: rollout.tokens.len(), version });
         };
         rollout.tokens.push(drawn.token);
         rollout.logprobs.push(drawn.logprob);

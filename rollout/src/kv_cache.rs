@@ -2,7 +2,7 @@
 //! the open block of each compressor. One coherent value: cloning it forks the sequence at its last token.
 //! Shapes: c head width, e index width, w window, m tokens per block.
 
-use kernels::compressor::pool;
+use kernels::compressor::{Candidates, pool};
 
 use crate::model::{CSA_RATIO, LayerKind, ModelConfig, Trace};
 
@@ -53,6 +53,30 @@ pub(crate) struct CompressorCache {
 struct Rows {
     kv: Vec<f32>,
     gate: Vec<f32>,
+}
+
+impl Rows {
+    fn candidates(&self, stride: usize, from: usize) -> Candidates<'_> {
+        Candidates { kv: &self.kv, gate: &self.gate, stride, from }
+    }
+
+    fn clear(&mut self) {
+        self.kv.clear();
+        self.gate.clear();
+    }
+
+    fn keep_first_halves(&mut self, of: &Self, row: usize, width: usize) {
+        self.clear();
+        for (kv, gate) in of.kv.chunks_exact(row).zip(of.gate.chunks_exact(row)) {
+            self.kv.extend_from_slice(&kv[..width]);
+            self.gate.extend_from_slice(&gate[..width]);
+        }
+    }
+
+    fn reserve(&mut self, len: usize) {
+        self.kv.reserve(len.saturating_sub(self.kv.len()));
+        self.gate.reserve(len.saturating_sub(self.gate.len()));
+    }
 }
 
 impl KvCache {
@@ -111,6 +135,22 @@ impl KvCache {
         trace
     }
 
+    /// Makes room for `tokens` more, so that decoding them one by one allocates nothing.
+    pub fn reserve(&mut self, tokens: usize) {
+        for layer in &mut self.layers {
+            let window = &mut layer.window;
+            let rows = window.rows.len() / window.width;
+            let most = (2 * window.window).max(rows + 1).min(rows + tokens);
+            window.rows.reserve((most - rows) * window.width);
+            for cache in [&mut layer.compressor, &mut layer.indexer].into_iter().flatten() {
+                let series = if cache.overlaps { 2 } else { 1 };
+                cache.entries.reserve(tokens.div_ceil(cache.ratio) * cache.width);
+                cache.pending.reserve(cache.ratio * series * cache.width);
+                cache.previous.reserve((series - 1) * cache.ratio * cache.width);
+            }
+        }
+    }
+
     /// Bytes that a sequence of `len` tokens keeps at most.
     pub fn num_bytes_at(config: &ModelConfig, len: usize) -> usize {
         let layer = |i: usize| {
@@ -152,32 +192,25 @@ impl WindowCache {
 }
 
 impl CompressorCache {
-    /// Takes the next token's row; at the end of a block returns its number and its pooled entry, which the caller
-    /// finishes (norm, rotation) in place.
-    pub(crate) fn push(&mut self, kv: &[f32], gate: &[f32]) -> Option<(usize, &mut [f32])> {
+    /// Takes the next token's row, the gate's position bias `ape` apart; at the end of a block returns its number and its
+    /// pooled entry, which the caller finishes (norm, rotation) in place.
+    pub(crate) fn push(&mut self, kv: &[f32], gate: &[f32], ape: &[f32]) -> Option<(usize, &mut [f32])> {
         let row = kv.len();
         self.pending.kv.extend_from_slice(kv);
-        self.pending.gate.extend_from_slice(gate);
+        self.pending.gate.extend(gate.iter().zip(ape).map(|(gate, ape)| gate + ape));
         if self.pending.kv.len() < self.ratio * row {
             return None;
         }
         let width = self.width;
         let block = self.entries.len() / width;
         // The current block's series is the second half of a row where blocks overlap, the whole row else.
-        let own = row - width;
-        let mut candidates: Vec<(&[f32], &[f32])> = Vec::with_capacity(2 * self.ratio);
-        candidates.extend(self.previous.kv.chunks_exact(width).zip(self.previous.gate.chunks_exact(width)));
-        let rows = self.pending.kv.chunks_exact(row).zip(self.pending.gate.chunks_exact(row));
-        candidates.extend(rows.map(|(kv, gate)| (&kv[own..], &gate[own..])));
         self.entries.resize((block + 1) * width, 0.0);
         let entry = &mut self.entries[block * width..];
-        pool(&candidates, entry);
+        pool([self.previous.candidates(width, 0), self.pending.candidates(row, row - width)], entry);
         if self.overlaps {
-            let first_halves = |rows: &[f32]| rows.chunks_exact(row).flat_map(|r| r[..width].to_vec()).collect();
-            self.previous = Rows { kv: first_halves(&self.pending.kv), gate: first_halves(&self.pending.gate) };
+            self.previous.keep_first_halves(&self.pending, row, width);
         }
-        self.pending.kv.clear();
-        self.pending.gate.clear();
+        self.pending.clear();
         Some((block, entry))
     }
 

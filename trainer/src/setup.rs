@@ -436,6 +436,7 @@ fn backend_name() -> &'static str {
     match kernels::backend() {
         kernels::Backend::Scalar => "scalar kernels",
         kernels::Backend::Avx2 => "AVX2 kernels",
+        kernels::Backend::Avx512 => "AVX-512 kernels",
     }
 }
 

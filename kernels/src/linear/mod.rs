@@ -1,36 +1,91 @@
-//! Matrix products `y = x W^T` with a weight packed once for the kernel (f32, or MXFP4 codes).
-//! Shapes: R rows, K inputs, O outputs; x `[R, K]`, W `[O, K]`, y `[R, O]`.
+//! Matrix products `y = x W^T` with a weight packed once for the kernel: f32, bf16, FP8 (e4m3 with a scale per tile) or
+//! MXFP4 (e2m1 with a scale per 32 inputs). Shapes: R rows, K inputs, O outputs; x `[R, K]`, W `[O, K]`, y `[R, O]`.
+//!
+//! The layout is the same for all formats: panels of sixteen outputs; in a panel, cells of sixteen dwords, dword i
+//! holding the next one, two, four or eight weights of output i. So one load of a cell feeds all lanes, and codes turn
+//! into f32 by shifts and table look-ups in registers.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod lanes;
 mod scalar;
+mod tile;
 
-use crate::quant::{E2M1, MXFP4_BLOCK, Mxfp4, e8m0_value};
+use crate::pool::ColumnPart;
+use crate::quant::{FP8_TILE, Fp8, MXFP4_BLOCK, Mxfp4, num_tiles};
+use crate::{Backend, backend};
+
+pub use tile::{Kernels, Scratch};
 
 /// Outputs that are computed together: one panel of the packed weight.
 pub const PANEL: usize = 16;
 
-/// Multiplies R rows by one panel `[K, PANEL]`: `y[r, ..n] = x[r] . panel`, rows `x_stride` and `y_stride` apart.
-///
-/// Every output is one sum over K in ascending order, so it does not depend on R.
-pub type PanelFn = fn(x: &[f32], x_stride: usize, rows: usize, panel: &[f32], y: &mut [f32], y_stride: usize, n: usize);
-
 /// Every backend this machine can run: `scalar`, the reference, first; the fastest last.
-pub fn backends() -> Vec<(&'static str, PanelFn)> {
-    let mut table: Vec<(&'static str, PanelFn)> = vec![("scalar", scalar::panel)];
+pub fn backends() -> Vec<(&'static str, &'static Kernels)> {
+    let mut table = vec![("scalar", &scalar::KERNELS)];
     #[cfg(target_arch = "x86_64")]
-    table.extend(avx2::probe());
+    {
+        table.extend(avx2::probe().map(|kernels| ("avx2", kernels)));
+        table.extend(avx512::probe().map(|kernels| ("avx512", kernels)));
+    }
     table
 }
 
-fn panel_fn() -> PanelFn {
+fn kernels() -> &'static Kernels {
     #[cfg(target_arch = "x86_64")]
-    if crate::backend() == crate::Backend::Avx2
-        && let Some((_, f)) = avx2::probe()
     {
-        return f;
+        let vector = match backend() {
+            Backend::Scalar => None,
+            Backend::Avx2 => avx2::probe(),
+            Backend::Avx512 => avx512::probe(),
+        };
+        if let Some(kernels) = vector {
+            return kernels;
+        }
     }
-    scalar::panel
+    &scalar::KERNELS
+}
+
+/// Sixteen dwords of weights, one per output of a panel; one cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Cell([u32; PANEL]);
+
+/// What the dwords of a cell hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Packed {
+    F32,
+    Bf16,
+    E4m3,
+    E2m1,
+}
+
+impl Packed {
+    /// Bits of a weight.
+    fn bits(self) -> usize {
+        match self {
+            Self::F32 => 32,
+            Self::Bf16 => 16,
+            Self::E4m3 => 8,
+            Self::E2m1 => 4,
+        }
+    }
+
+    /// Weights in a dword.
+    fn group(self) -> usize {
+        32 / self.bits()
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Storage {
+    format: Packed,
+    /// `[O / PANEL, K / group]`, what is beyond O and K being zeros.
+    cells: Vec<Cell>,
+    /// e8m0, `[O / PANEL, K / block]`; empty where the format has none.
+    scales: Vec<[u8; PANEL]>,
 }
 
 /// A weight matrix in the kernel's layout.
@@ -38,35 +93,144 @@ fn panel_fn() -> PanelFn {
 pub struct Linear {
     outputs: usize,
     inputs: usize,
-    panels: Panels,
+    packed: Storage,
 }
 
-#[derive(Clone, Debug)]
-enum Panels {
-    /// `[O / PANEL, K, PANEL]`, the last panel padded with zeros.
-    F32(Vec<f32>),
-    /// Codes `[O / PANEL, K, PANEL / 2]`, low nibble the even output, and e8m0 scales `[O / PANEL, K / 32, PANEL]`.
-    Mxfp4 { codes: Vec<u8>, scales: Vec<u8> },
+/// Rows of inputs, `stride` values apart, or a choice of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    data: &'a [f32],
+    width: usize,
+    stride: usize,
+    num_rows: usize,
+    chosen: Option<&'a [u32]>,
+}
+
+impl<'a> Rows<'a> {
+    /// Contiguous rows of `width` values.
+    ///
+    /// # Panics
+    /// When the rows are not whole.
+    pub fn new(data: &'a [f32], width: usize) -> Self {
+        assert!(data.len().is_multiple_of(width.max(1)), "{} values are not rows of {width}", data.len());
+        Self { data, width, stride: width, num_rows: data.len() / width.max(1), chosen: None }
+    }
+
+    /// `width` values from column `from` of each of the contiguous rows of `stride` values.
+    ///
+    /// # Panics
+    /// When the rows are not whole, or too short.
+    pub fn columns(data: &'a [f32], stride: usize, from: usize, width: usize) -> Self {
+        assert!(data.len().is_multiple_of(stride.max(1)), "{} values are not rows of {stride}", data.len());
+        assert!(from + width <= stride, "columns {from}..{} of rows of {stride}", from + width);
+        Self {
+            data: data.get(from..).unwrap_or(&[]),
+            width,
+            stride,
+            num_rows: data.len() / stride.max(1),
+            chosen: None,
+        }
+    }
+
+    /// The rows `chosen`, in that order.
+    pub fn choose(self, chosen: &'a [u32]) -> Self {
+        Self { num_rows: chosen.len(), chosen: Some(chosen), ..self }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.num_rows
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.num_rows == 0
+    }
+
+    #[inline]
+    fn row(&self, r: usize) -> &'a [f32] {
+        let r = self.chosen.map_or(r, |chosen| chosen[r] as usize);
+        &self.data[r * self.stride..][..self.width]
+    }
 }
 
 impl Linear {
+    fn empty(outputs: usize, inputs: usize, format: Packed, block: usize) -> Self {
+        let num_panels = outputs.div_ceil(PANEL);
+        let cells = vec![Cell([0; PANEL]); num_panels * inputs.div_ceil(format.group())];
+        let num_scales = if block == 0 { 0 } else { num_panels * inputs.div_ceil(block) };
+        Self { outputs, inputs, packed: Storage { format, cells, scales: vec![[127; PANEL]; num_scales] } }
+    }
+
+    /// Puts the bits of weight `[o, k]` into its place.
+    fn set(&mut self, o: usize, k: usize, bits: u32) {
+        let format = self.packed.format;
+        let cell = o / PANEL * self.inputs.div_ceil(format.group()) + k / format.group();
+        self.packed.cells[cell].0[o % PANEL] |= bits << (k % format.group() * format.bits());
+    }
+
+    /// The bits of weight `[o, k]`.
+    fn get(&self, o: usize, k: usize) -> u32 {
+        let format = self.packed.format;
+        let cell = o / PANEL * self.inputs.div_ceil(format.group()) + k / format.group();
+        let bits = self.packed.cells[cell].0[o % PANEL] >> (k % format.group() * format.bits());
+        bits & (u32::MAX >> (32 - format.bits()))
+    }
+
     /// Packs a row-major `[O, K]` matrix.
     ///
     /// # Panics
     /// When the values do not fill the shape.
     pub fn from_f32(outputs: usize, inputs: usize, values: &[f32]) -> Self {
         assert_eq!(values.len(), outputs * inputs, "values do not fill [{outputs}, {inputs}]");
-        let mut data = vec![0.0; outputs.div_ceil(PANEL) * inputs * PANEL];
-        for (o, row) in values.chunks_exact(inputs).enumerate() {
-            let panel = &mut data[o / PANEL * inputs * PANEL..][..inputs * PANEL];
-            for (k, v) in row.iter().enumerate() {
-                panel[k * PANEL + o % PANEL] = *v;
+        let mut out = Self::empty(outputs, inputs, Packed::F32, 0);
+        for (o, row) in values.chunks_exact(inputs.max(1)).enumerate() {
+            let panel = &mut out.packed.cells[o / PANEL * inputs..][..inputs];
+            for (cell, v) in panel.iter_mut().zip(row) {
+                cell.0[o % PANEL] = v.to_bits();
             }
         }
-        Self { outputs, inputs, panels: Panels::F32(data) }
+        out
     }
 
-    /// Packs an MXFP4 matrix; the codes stay codes.
+    /// Packs a row-major `[O, K]` matrix of bf16, given by their bits.
+    ///
+    /// # Panics
+    /// When the values do not fill the shape.
+    pub fn from_bf16(outputs: usize, inputs: usize, bits: &[u16]) -> Self {
+        assert_eq!(bits.len(), outputs * inputs, "values do not fill [{outputs}, {inputs}]");
+        let mut out = Self::empty(outputs, inputs, Packed::Bf16, 0);
+        for (at, &bits) in bits.iter().enumerate() {
+            out.set(at / inputs, at % inputs, bits.into());
+        }
+        out
+    }
+
+    /// Packs an FP8 matrix; the codes stay codes. `None` where the kernels would not give its values exactly: a code is
+    /// NaN, or a scale is above 2^7.
+    ///
+    /// # Panics
+    /// When codes or scales do not fill the shape.
+    pub fn from_fp8(outputs: usize, inputs: usize, m: &Fp8) -> Option<Self> {
+        assert_eq!(m.codes.len(), outputs * inputs, "codes do not fill [{outputs}, {inputs}]");
+        assert_eq!(m.scales.len(), num_tiles(outputs, inputs), "scales do not fill [{outputs}, {inputs}]");
+        if m.codes.iter().any(|code| code & 0x7f == 0x7f) || m.scales.iter().any(|&scale| scale > 127 + 7) {
+            return None;
+        }
+        let mut out = Self::empty(outputs, inputs, Packed::E4m3, FP8_TILE);
+        for (at, &code) in m.codes.iter().enumerate() {
+            out.set(at / inputs, at % inputs, code.into());
+        }
+        let num_scales = inputs.div_ceil(FP8_TILE);
+        for (at, scales) in out.packed.scales.iter_mut().enumerate() {
+            let (panel, tile) = (at / num_scales, at % num_scales);
+            scales.fill(m.scales[panel * PANEL / FP8_TILE * num_scales + tile]);
+        }
+        Some(out)
+    }
+
+    /// Packs an MXFP4 matrix; the codes stay codes. A scale of 255, which stands for NaN, gives products that are not
+    /// finite.
     ///
     /// # Panics
     /// When the codes do not fill the shape, or rows are not whole blocks.
@@ -74,20 +238,18 @@ impl Linear {
         assert!(inputs.is_multiple_of(MXFP4_BLOCK), "rows of {inputs} are not whole blocks of {MXFP4_BLOCK}");
         assert_eq!(m.codes.len() * 2, outputs * inputs, "codes do not fill [{outputs}, {inputs}]");
         assert_eq!(m.scales.len() * MXFP4_BLOCK, outputs * inputs, "scales do not fill [{outputs}, {inputs}]");
-        let num_panels = outputs.div_ceil(PANEL);
-        let mut codes = vec![0u8; num_panels * inputs * PANEL / 2];
-        let mut scales = vec![0u8; num_panels * inputs / MXFP4_BLOCK * PANEL];
-        for o in 0..outputs {
-            let (panel, lane) = (o / PANEL, o % PANEL);
-            for k in 0..inputs {
-                let code = m.codes[(o * inputs + k) / 2] >> (4 * (k % 2)) & 15;
-                codes[((panel * inputs + k) * PANEL + lane) / 2] |= code << (4 * (lane % 2));
-            }
-            for b in 0..inputs / MXFP4_BLOCK {
-                scales[(panel * inputs / MXFP4_BLOCK + b) * PANEL + lane] = m.scales[o * inputs / MXFP4_BLOCK + b];
-            }
+        let mut out = Self::empty(outputs, inputs, Packed::E2m1, MXFP4_BLOCK);
+        // Four bytes hold the eight codes of a dword, the first in the lowest bits, as the kernel wants them.
+        for (at, codes) in m.codes.as_chunks::<4>().0.iter().enumerate() {
+            let (o, g) = (at * 8 / inputs, at * 8 % inputs / 8);
+            out.packed.cells[o / PANEL * inputs / 8 + g].0[o % PANEL] = u32::from_le_bytes(*codes);
         }
-        Self { outputs, inputs, panels: Panels::Mxfp4 { codes, scales } }
+        let num_scales = inputs / MXFP4_BLOCK;
+        for (at, &scale) in m.scales.iter().enumerate() {
+            let (o, block) = (at / num_scales, at % num_scales);
+            out.packed.scales[o / PANEL * num_scales + block][o % PANEL] = scale;
+        }
+        out
     }
 
     /// O.
@@ -102,170 +264,83 @@ impl Linear {
 
     /// Bytes of the packed weight.
     pub fn num_bytes(&self) -> usize {
-        match &self.panels {
-            Panels::F32(data) => data.len() * 4,
-            Panels::Mxfp4 { codes, scales } => codes.len() + scales.len(),
-        }
+        size_of_val(&*self.packed.cells) + size_of_val(&*self.packed.scales)
     }
 
-    /// The plain matrix back, row-major: what was packed, for checksums. `None` where it is held as codes.
+    /// The plain matrix back, row-major: what was packed, for checksums. `None` where it is held in another format.
     pub fn to_f32(&self) -> Option<Vec<f32>> {
-        let Panels::F32(data) = &self.panels else { return None };
-        let mut out = Vec::with_capacity(self.outputs * self.inputs);
-        for o in 0..self.outputs {
-            let panel = &data[o / PANEL * self.inputs * PANEL..];
-            out.extend((0..self.inputs).map(|k| panel[k * PANEL + o % PANEL]));
-        }
-        Some(out)
+        let all = (0..self.outputs).flat_map(|o| (0..self.inputs).map(move |k| (o, k)));
+        (self.packed.format == Packed::F32).then(|| all.map(|(o, k)| f32::from_bits(self.get(o, k))).collect())
     }
 
-    /// The codes back, row-major: what was packed, for checksums. `None` where it is held as plain values.
+    /// The bits of the bf16 matrix back, row-major. `None` where it is held in another format.
+    pub fn to_bf16(&self) -> Option<Vec<u16>> {
+        let all = (0..self.outputs).flat_map(|o| (0..self.inputs).map(move |k| (o, k)));
+        (self.packed.format == Packed::Bf16).then(|| all.map(|(o, k)| self.get(o, k) as u16).collect())
+    }
+
+    /// The codes back, row-major: what was packed. `None` where it is held in another format.
+    pub fn to_fp8(&self) -> Option<Fp8> {
+        if self.packed.format != Packed::E4m3 {
+            return None;
+        }
+        let all = (0..self.outputs).flat_map(|o| (0..self.inputs).map(move |k| (o, k)));
+        let codes = all.map(|(o, k)| self.get(o, k) as u8).collect();
+        let num_scales = self.inputs.div_ceil(FP8_TILE);
+        let tiles = (0..self.outputs.div_ceil(FP8_TILE)).map(|row| row * FP8_TILE / PANEL * num_scales);
+        let scales = tiles.flat_map(|first| &self.packed.scales[first..][..num_scales]).map(|lanes| lanes[0]).collect();
+        Some(Fp8 { codes, scales })
+    }
+
+    /// The codes back, row-major: what was packed, for checksums. `None` where it is held in another format.
     pub fn to_mxfp4(&self) -> Option<Mxfp4> {
-        let Panels::Mxfp4 { codes, scales } = &self.panels else { return None };
-        let inputs = self.inputs;
-        let mut out = Mxfp4 {
-            codes: vec![0; self.outputs * inputs / 2],
-            scales: Vec::with_capacity(self.outputs * inputs / MXFP4_BLOCK),
-        };
-        for o in 0..self.outputs {
-            let (panel, lane) = (o / PANEL, o % PANEL);
-            for k in 0..inputs {
-                let code = codes[((panel * inputs + k) * PANEL + lane) / 2] >> (4 * (lane % 2)) & 15;
-                out.codes[(o * inputs + k) / 2] |= code << (4 * (k % 2));
-            }
-            let blocks = 0..inputs / MXFP4_BLOCK;
-            out.scales.extend(blocks.map(|b| scales[(panel * inputs / MXFP4_BLOCK + b) * PANEL + lane]));
+        if self.packed.format != Packed::E2m1 {
+            return None;
         }
-        Some(out)
+        let (cells, num_scales) = (self.inputs / 8, self.inputs / MXFP4_BLOCK);
+        let dwords = (0..self.outputs).flat_map(|o| {
+            let panel = &self.packed.cells[o / PANEL * cells..][..cells];
+            panel.iter().map(move |cell| cell.0[o % PANEL])
+        });
+        let codes = dwords.flat_map(u32::to_le_bytes).collect();
+        let scales = (0..self.outputs).flat_map(|o| {
+            let panel = &self.packed.scales[o / PANEL * num_scales..][..num_scales];
+            panel.iter().map(move |lanes| lanes[o % PANEL])
+        });
+        Some(Mxfp4 { codes, scales: scales.collect() })
     }
 
-    /// `y = x W^T` for contiguous rows.
-    ///
-    /// `unpacked` is scratch for one panel.
+    /// The columns of `y` of `x W^T`: all of them or, when threads share the work, those of one thread.
     ///
     /// # Panics
-    /// When x or y is too short for its rows.
-    pub fn forward(&self, x: &[f32], y: &mut [f32], unpacked: &mut Vec<f32>) {
-        self.forward_strided(x, self.inputs, y, self.outputs, x.len() / self.inputs, unpacked);
+    /// When rows or columns do not fit, or the columns do not begin at a panel.
+    pub fn forward(&self, x: Rows<'_>, y: &mut ColumnPart<'_>, scratch: &mut Scratch) {
+        self.forward_with(kernels(), x, y, scratch);
     }
 
-    /// `y = x W^T` for rows that lie `x_stride` and `y_stride` values apart.
+    /// [`Linear::forward`] on one of [`backends`].
     ///
     /// # Panics
-    /// When x or y is too short for its rows.
-    pub fn forward_strided(
-        &self,
-        x: &[f32],
-        x_stride: usize,
-        y: &mut [f32],
-        y_stride: usize,
-        rows: usize,
-        unpacked: &mut Vec<f32>,
-    ) {
-        if rows == 0 {
+    /// As [`Linear::forward`].
+    pub fn forward_with(&self, kernels: &Kernels, x: Rows<'_>, y: &mut ColumnPart<'_>, scratch: &mut Scratch) {
+        let columns = y.columns();
+        assert_eq!(x.width, self.inputs, "rows of {} for {} inputs", x.width, self.inputs);
+        if columns.is_empty() || x.is_empty() {
             return;
         }
-        assert!(x_stride >= self.inputs && x.len() >= (rows - 1) * x_stride + self.inputs, "x is too short");
-        assert!(y_stride >= self.outputs && y.len() >= (rows - 1) * y_stride + self.outputs, "y is too short");
-        let run = panel_fn();
-        let size = self.inputs * PANEL;
-        for p in 0..self.outputs.div_ceil(PANEL) {
-            let panel = match &self.panels {
-                Panels::F32(data) => &data[p * size..][..size],
-                Panels::Mxfp4 { codes, scales } => {
-                    unpacked.resize(size, 0.0);
-                    let scales = &scales[p * size / MXFP4_BLOCK..][..size / MXFP4_BLOCK];
-                    unpack(&codes[p * size / 2..][..size / 2], scales, unpacked);
-                    &*unpacked
-                }
-            };
-            let n = PANEL.min(self.outputs - p * PANEL);
-            run(x, x_stride, rows, panel, &mut y[p * PANEL..], y_stride, n);
-        }
-    }
-}
-
-vectorised! {
-    /// Decodes one panel `[K, PANEL]` of MXFP4 codes.
-    pub fn unpack(codes: &[u8], scales: &[u8], out: &mut [f32]) {
-        let blocks = codes.chunks_exact(MXFP4_BLOCK * PANEL / 2).zip(out.chunks_exact_mut(MXFP4_BLOCK * PANEL));
-        for ((codes, out), scales) in blocks.zip(scales.as_chunks::<PANEL>().0) {
-            let scales: [f32; PANEL] = std::array::from_fn(|i| e8m0_value(scales[i]));
-            for (codes, out) in codes.as_chunks::<{ PANEL / 2 }>().0.iter().zip(out.as_chunks_mut::<PANEL>().0) {
-                for i in 0..PANEL / 2 {
-                    out[2 * i] = E2M1[usize::from(codes[i] & 15)] * scales[2 * i];
-                    out[2 * i + 1] = E2M1[usize::from(codes[i] >> 4)] * scales[2 * i + 1];
-                }
-            }
-        }
+        assert_eq!(x.len(), y.num_rows(), "{} rows into {}", x.len(), y.num_rows());
+        assert!(columns.end <= self.outputs, "columns {columns:?} of {} outputs", self.outputs);
+        assert!(columns.start.is_multiple_of(PANEL), "columns {columns:?} do not begin at a panel");
+        assert!(
+            columns.end.is_multiple_of(PANEL) || columns.end == self.outputs,
+            "columns {columns:?} of {} do not end with a panel",
+            self.outputs
+        );
+        let few = x.len() <= tile::FEW;
+        let mut work = tile::Work { weight: self, x, y };
+        if few { (kernels.few)(&mut work) } else { (kernels.many)(&mut work, scratch) }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::quant::{dequantize_mxfp4, quantize_mxfp4};
-    use proptest::prelude::*;
-
-    fn values(n: usize, seed: u32) -> Vec<f32> {
-        (0..n as u32)
-            .map(|i| {
-                let h = (i ^ seed.rotate_left(16)).wrapping_mul(0x9e37_79b9);
-                ((h ^ h >> 15).wrapping_mul(0x85eb_ca6b) >> 8) as f32 / (1 << 23) as f32 - 1.0
-            })
-            .collect()
-    }
-
-    proptest! {
-        #[test]
-        fn every_backend_matches_scalar(rows in 1usize..15, n in 1usize..=PANEL, inputs in 0usize..70, seed: u32) {
-            let (x, w) = (values(rows * inputs, seed), values(inputs * PANEL, !seed));
-            let run = |f: PanelFn| {
-                let mut y = vec![f32::NAN; rows * n];
-                f(&x, inputs, rows, &w, &mut y, n, n);
-                y
-            };
-            let want = run(scalar::panel);
-            for (name, f) in backends() {
-                for (got, want) in run(f).iter().zip(&want) {
-                    prop_assert!((got - want).abs() <= 1e-5, "{name}: {got} {want}");
-                }
-            }
-        }
-
-        #[test]
-        fn a_row_does_not_depend_on_its_neighbours(rows in 1usize..20, outputs in 1usize..40, seed: u32) {
-            let inputs = 64;
-            let w = Linear::from_f32(outputs, inputs, &values(outputs * inputs, seed));
-            let x = values(rows * inputs, !seed);
-            let mut all = vec![0.0; rows * outputs];
-            w.forward(&x, &mut all, &mut Vec::new());
-            for r in 0..rows {
-                let mut one = vec![0.0; outputs];
-                w.forward(&x[r * inputs..][..inputs], &mut one, &mut Vec::new());
-                prop_assert_eq!(&one, &all[r * outputs..][..outputs]);
-            }
-        }
-
-        #[test]
-        fn codes_give_the_same_product_as_their_values(outputs in 1usize..40, blocks in 1usize..4, seed: u32) {
-            let inputs = blocks * MXFP4_BLOCK;
-            let m = quantize_mxfp4(&values(outputs * inputs, seed));
-            let packed = Linear::from_mxfp4(outputs, inputs, &m);
-            let plain = Linear::from_f32(outputs, inputs, &dequantize_mxfp4(&m));
-            let x = values(3 * inputs, !seed);
-            let (mut a, mut b) = (vec![0.0; 3 * outputs], vec![0.0; 3 * outputs]);
-            packed.forward(&x, &mut a, &mut Vec::new());
-            plain.forward(&x, &mut b, &mut Vec::new());
-            prop_assert_eq!(a, b);
-            prop_assert_eq!(packed.to_mxfp4(), Some(m));
-            prop_assert_eq!(plain.to_mxfp4(), None);
-        }
-    }
-
-    #[test]
-    fn packing_is_undone() {
-        let w = values(37 * 24, 7);
-        assert_eq!(Linear::from_f32(37, 24, &w).to_f32(), Some(w));
-    }
-}
+mod tests;

@@ -1,11 +1,18 @@
 //! The forward pass on `kernels`: a ragged batch of tokens, each row computed alone and in one fixed order, so that
-//! prefill, chunks, decode and any batch give the same bits.
-//! Shapes: R rows, D width, N streams, H heads, c head width, K experts per token, V vocabulary.
+//! prefill, chunks, decode, any batch and any number of threads give the same bits.
+//!
+//! A layer is ten parallel regions: products are cut by outputs, all between them by rows (by heads, where there are
+//! fewer rows than threads), and the small operations ride along with their row.
+//! Shapes: R rows, D width, N streams, H heads, c head width, K experts per token, V vocabulary, T threads.
 
-use kernels::{activation, attention, hyper_connection as hc, indexer, norm, rope::Rotation, router};
+use std::ops::Range;
+
+use kernels::linear::{PANEL, Rows, Scratch};
+use kernels::pool::{ColumnPart, Columns, Parts, Pool, share};
+use kernels::{activation, attention, hyper_connection as hc, indexer, math, norm, rope::Rotation, router};
 
 use super::weights::{Collapse, Compressor, Expert, HyperConnection, Indexer, Layer, Model};
-use super::{LayerKind, ModelConfig, Trace};
+use super::{LayerKind, Trace};
 use crate::kv_cache::{CompressorCache, KvCache, LayerCache};
 
 /// A run of consecutive tokens of one sequence.
@@ -30,40 +37,110 @@ pub struct ForwardOutput {
     pub block_idx: Vec<u32>,
 }
 
-/// Buffers that live from step to step, so that a step allocates next to nothing.
-#[derive(Debug, Default)]
+/// The threads of a forward pass and the buffers that live from step to step, so that a step allocates nothing.
+#[derive(Debug)]
 pub struct Workspace {
+    pool: Pool,
+    threads: Vec<ThreadScratch>,
     rows: Vec<Row>,
+    /// The first row of each segment, and the number of rows.
+    first_rows: Vec<usize>,
+    /// The rows that each thread takes where it needs whole segments: `[T + 1]`.
+    row_bounds: Vec<usize>,
     window_rotations: Vec<Rotation>,
     compressed_rotations: Vec<Rotation>,
-    block_rotation: Rotation,
     window_frequencies: Vec<f32>,
     compressed_frequencies: Vec<f32>,
     streams: Vec<f32>,
-    old_streams: Vec<f32>,
+    /// `y` and `mixes` hold the result of a sub-layer that is not in the streams yet.
+    pending: bool,
     mixes: Vec<f32>,
     x: Vec<f32>,
     y: Vec<f32>,
     q_residual: Vec<f32>,
     q: Vec<f32>,
     kv: Vec<f32>,
-    series_kv: Vec<f32>,
-    series_gate: Vec<f32>,
+    series: Series,
+    index_series: Series,
     index_q: Vec<f32>,
     index_weight: Vec<f32>,
     scores: Vec<f32>,
     picks: Vec<u32>,
     attended: Vec<f32>,
     grouped: Vec<f32>,
-    router: Vec<f32>,
     expert_weight: Vec<f32>,
-    pairs: Vec<(u16, u32)>,
+    routed: Routed,
+    hidden: Vec<f32>,
+    shared_hidden: Vec<f32>,
     gathered: Vec<f32>,
+    router_logits: Vec<f32>,
+}
+
+/// What a compressor's two products give for each row.
+#[derive(Debug, Default)]
+struct Series {
+    kv: Vec<f32>,
     gate: Vec<f32>,
-    up: Vec<f32>,
-    down: Vec<f32>,
-    slot: Vec<u32>,
-    unpacked: Vec<f32>,
+}
+
+/// A thread's own buffers.
+#[derive(Debug, Default)]
+struct ThreadScratch {
+    linear: Scratch,
+    /// A product that is not a result yet.
+    product: Vec<f32>,
+    /// A key, or an indexer's weights.
+    row: Vec<f32>,
+    scores: Vec<f32>,
+    attention: Vec<f32>,
+    picks: Vec<u32>,
+    rotation: Rotation,
+}
+
+/// The (row, expert) pairs of a batch, ordered by expert, then by row.
+#[derive(Debug, Default)]
+struct Routed {
+    /// Of each expert that has rows: itself and its pairs.
+    runs: Vec<(usize, Range<usize>)>,
+    /// The row of each pair.
+    row: Vec<u32>,
+    /// Its weight.
+    weight: Vec<f32>,
+    next: Vec<usize>,
+}
+
+impl Routed {
+    /// Orders the choices `expert_idx(r)`, with their weights `[R, K]`.
+    fn order<'a>(&mut self, num_experts: usize, weight: &[f32], k: usize, expert_idx: impl Fn(usize) -> &'a [u16]) {
+        let num_rows = weight.len() / k;
+        self.next.clear();
+        self.next.resize(num_experts, 0);
+        for r in 0..num_rows {
+            for &expert in expert_idx(r) {
+                self.next[usize::from(expert)] += 1;
+            }
+        }
+        self.runs.clear();
+        let mut from = 0;
+        for (expert, next) in self.next.iter_mut().enumerate() {
+            let to = from + *next;
+            if to > from {
+                self.runs.push((expert, from..to));
+            }
+            *next = from;
+            from = to;
+        }
+        self.row.resize(weight.len(), 0);
+        self.weight.resize(weight.len(), 0.0);
+        for (r, weight) in weight.chunks_exact(k).enumerate() {
+            for (&expert, weight) in expert_idx(r).iter().zip(weight) {
+                let at = self.next[usize::from(expert)];
+                self.next[usize::from(expert)] += 1;
+                self.row[at] = r as u32;
+                self.weight[at] = *weight;
+            }
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -73,16 +150,82 @@ struct Row {
     token: u32,
 }
 
-/// Clears and sizes a buffer whose every element is about to be written.
+/// Sizes a buffer whose every element is about to be written.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     buffer.resize(len, 0.0);
     buffer
 }
 
+/// `[R, stride]`, to be written by columns.
+fn columns<'a>(buffer: &'a mut Vec<f32>, num_rows: usize, stride: usize, num_threads: usize) -> Columns<'a> {
+    Columns::new(sized(buffer, num_rows * stride), stride, PANEL, num_threads)
+}
+
+/// `[R, width]`, to be written by rows.
+fn rows<'a>(buffer: &'a mut Vec<f32>, num_rows: usize, width: usize, num_threads: usize) -> Parts<'a, f32> {
+    Parts::new(sized(buffer, num_rows * width), width, num_threads)
+}
+
+/// A thread's own scratch.
+fn own<'a>(threads: &Parts<'a, ThreadScratch>, t: usize) -> &'a mut ThreadScratch {
+    &mut threads.take(t)[0]
+}
+
+impl Default for Workspace {
+    fn default() -> Self {
+        Self::new(1)
+    }
+}
+
 impl Workspace {
+    /// For forward passes on `num_threads` threads, the caller's being one of them.
+    ///
+    /// # Panics
+    /// As [`Pool::new`].
+    pub fn new(num_threads: usize) -> Self {
+        Self {
+            pool: Pool::new(num_threads, "rollout"),
+            threads: (0..num_threads).map(|_| ThreadScratch::default()).collect(),
+            rows: Vec::new(),
+            first_rows: Vec::new(),
+            row_bounds: Vec::new(),
+            window_rotations: Vec::new(),
+            compressed_rotations: Vec::new(),
+            window_frequencies: Vec::new(),
+            compressed_frequencies: Vec::new(),
+            streams: Vec::new(),
+            pending: false,
+            mixes: Vec::new(),
+            x: Vec::new(),
+            y: Vec::new(),
+            q_residual: Vec::new(),
+            q: Vec::new(),
+            kv: Vec::new(),
+            series: Series::default(),
+            index_series: Series::default(),
+            index_q: Vec::new(),
+            index_weight: Vec::new(),
+            scores: Vec::new(),
+            picks: Vec::new(),
+            attended: Vec::new(),
+            grouped: Vec::new(),
+            expert_weight: Vec::new(),
+            routed: Routed::default(),
+            hidden: Vec::new(),
+            shared_hidden: Vec::new(),
+            gathered: Vec::new(),
+            router_logits: Vec::new(),
+        }
+    }
+
     /// The streams after the last layer of the pass before, `[R, N, D]`: what multi-token prediction starts from.
     pub fn streams(&self) -> &[f32] {
         &self.streams
+    }
+
+    /// The threads, for work between passes.
+    pub fn pool(&mut self) -> &mut Pool {
+        &mut self.pool
     }
 }
 
@@ -113,6 +256,7 @@ impl Model {
                 stream.copy_from_slice(&embed[row.token as usize * d..][..d]);
             }
         }
+        ws.pending = false;
         for (i, layer) in self.layers.iter().enumerate() {
             self.block(i, layer, segments, ws, out, trace.as_deref_mut());
         }
@@ -153,18 +297,25 @@ impl Model {
             x.copy_from_slice(&embed[row.token as usize * d..][..d]);
         }
         norm::rms_norm(x, self.vector(mtp.enorm), eps);
-        let e = sized(&mut ws.y, num_rows * d);
-        self.matrix(mtp.e_proj).forward(x, e, &mut ws.unpacked);
         let normed = sized(&mut ws.gathered, num_rows * n * d);
         normed.copy_from_slice(streams);
         norm::rms_norm(normed, self.vector(mtp.hnorm), eps);
-        let mixed = sized(&mut ws.streams, num_rows * n * d);
-        self.matrix(mtp.h_proj).forward(normed, mixed, &mut ws.unpacked);
-        for (streams, e) in mixed.chunks_exact_mut(n * d).zip(e.chunks_exact(d)) {
+        let num_threads = ws.pool.num_threads();
+        let scratch = Parts::new(&mut ws.threads, 1, num_threads);
+        let e = columns(&mut ws.y, num_rows, d, num_threads);
+        let mixed = columns(&mut ws.streams, num_rows * n, d, num_threads);
+        let (x, normed) = (&*ws.x, &*ws.gathered);
+        ws.pool.run(&|t| {
+            let scratch = own(&scratch, t);
+            self.matrix(mtp.e_proj).forward(Rows::new(x, d), &mut e.take(t), &mut scratch.linear);
+            self.matrix(mtp.h_proj).forward(Rows::new(normed, d), &mut mixed.take(t), &mut scratch.linear);
+        });
+        for (streams, e) in ws.streams.chunks_exact_mut(n * d).zip(ws.y.chunks_exact(d)) {
             for stream in streams.chunks_exact_mut(d) {
                 stream.iter_mut().zip(e).for_each(|(x, e)| *x += e);
             }
         }
+        ws.pending = false;
         self.block(config.num_hidden_layers, &mtp.layer, segments, ws, out, trace.as_deref_mut());
         for Segment { cache, tokens, .. } in segments.iter_mut() {
             cache.mtp_len += tokens.len();
@@ -184,13 +335,13 @@ impl Model {
         out: &mut ForwardOutput,
         mut trace: Option<&mut Trace>,
     ) {
-        self.hyper_pre(&layer.hc_attn, layer.attn_norm, ws, layer.op("hc_attn", &mut trace));
+        self.hyper_pre(&layer.hc_attn, layer.attn_norm, ws, layer.op("hc_attn", &mut trace), &|_, _, _| ());
         self.attention(layer_idx, layer, segments, ws, out, trace.as_deref_mut());
-        expand(&self.config, ws);
-        self.hyper_pre(&layer.hc_ffn, layer.ffn_norm, ws, layer.op("hc_ffn", &mut trace));
+        ws.pending = true;
         self.experts(layer_idx, layer, ws, out, trace.as_deref_mut());
-        expand(&self.config, ws);
+        ws.pending = true;
         if let Some(trace) = trace {
+            self.settle(ws);
             let (n, d) = (self.config.hc_mult, self.config.hidden_size);
             trace.numbers(format!("{}.streams_out", layer.name), &[n, d], ws.streams.clone());
         }
@@ -200,45 +351,76 @@ impl Model {
     fn start(&self, segments: &mut [Segment<'_>], len_of: impl Fn(&KvCache) -> usize, ws: &mut Workspace) {
         let config = &self.config;
         ws.rows.clear();
+        ws.first_rows.clear();
         for (s, segment) in segments.iter_mut().enumerate() {
             for layer in &mut segment.cache.layers {
                 layer.window.trim();
             }
             let positions = len_of(segment.cache)..;
+            ws.first_rows.push(ws.rows.len());
             ws.rows.extend(segment.tokens.iter().zip(positions).map(|(&token, position)| Row {
                 segment: s,
                 position,
                 token,
             }));
         }
+        ws.first_rows.push(ws.rows.len());
+        for row in &ws.rows {
+            let (token, vocab_size) = (row.token, config.vocab_size);
+            assert!((token as usize) < vocab_size, "token {token} is not of the vocabulary of {vocab_size}");
+        }
+        let num_threads = ws.pool.num_threads();
+        ws.row_bounds.clear();
+        let bounds = (0..=num_threads).map(|t| ws.first_rows[share(segments.len(), t, num_threads).start]);
+        ws.row_bounds.extend(bounds);
         if ws.window_frequencies.is_empty() {
             ws.window_frequencies = config.rope_frequencies(LayerKind::Window);
             ws.compressed_frequencies = config.rope_frequencies(LayerKind::Csa);
         }
         ws.window_rotations.resize_with(ws.rows.len(), Rotation::default);
         ws.compressed_rotations.resize_with(ws.rows.len(), Rotation::default);
-        for (r, row) in ws.rows.iter().enumerate() {
-            ws.window_rotations[r].set(row.position, &ws.window_frequencies);
-            ws.compressed_rotations[r].set(row.position, &ws.compressed_frequencies);
-            let (token, vocab_size) = (row.token, config.vocab_size);
-            assert!((token as usize) < vocab_size, "token {token} is not of the vocabulary of {vocab_size}");
+        let window = Parts::new(&mut ws.window_rotations, 1, num_threads);
+        let compressed = Parts::new(&mut ws.compressed_rotations, 1, num_threads);
+        let (rows, window_frequencies, frequencies) = (&ws.rows, &ws.window_frequencies, &ws.compressed_frequencies);
+        ws.pool.run_items(rows.len(), &|t| {
+            let rotations = window.take(t).iter_mut().zip(compressed.take(t));
+            for (row, (window, compressed)) in rows[window.share(t)].iter().zip(rotations) {
+                window.set(row.position, window_frequencies);
+                compressed.set(row.position, frequencies);
+            }
+        });
+    }
+
+    /// Mixes the last sub-layer's result into the streams, if that was not done yet.
+    fn settle(&self, ws: &mut Workspace) {
+        let (d, n, num_rows) = (self.config.hidden_size, self.config.hc_mult, ws.rows.len());
+        if std::mem::take(&mut ws.pending) {
+            let num_threads = ws.pool.num_threads();
+            let streams = rows(&mut ws.streams, num_rows, n * d, num_threads);
+            let (y, mixes) = (&*ws.y, &*ws.mixes);
+            let num_mixes = (2 + n) * n;
+            ws.pool.run_items(num_rows, &|t| {
+                let share = streams.share(t);
+                let (y, mixes) =
+                    (&y[share.start * d..share.end * d], &mixes[share.start * num_mixes..share.end * num_mixes]);
+                expand(n, streams.take(t), y, mixes);
+            });
         }
     }
 
-    /// Mappings of a sub-layer and its normalised input: fills `ws.mixes` `[R, (2 + N) N]` and `ws.x` `[R, D]`.
+    /// Mappings of a sub-layer and its normalised input: settles the streams, fills `ws.mixes` `[R, (2 + N) N]` and
+    /// `ws.x` `[R, D]`, and hands each thread the rows of x that it made.
     fn hyper_pre(
         &self,
         hyper: &HyperConnection,
         norm_weight: usize,
         ws: &mut Workspace,
         trace: Option<(&mut Trace, String)>,
+        then: &(dyn Fn(usize, &[f32], &mut ThreadScratch) + Sync),
     ) {
         let config = &self.config;
         let (d, n, num_rows) = (config.hidden_size, config.hc_mult, ws.rows.len());
-        let mixes = (2 + n) * n;
-        let z = sized(&mut ws.mixes, num_rows * mixes);
-        self.matrix(hyper.gate).forward(&ws.streams, z, &mut ws.unpacked);
-        let x = sized(&mut ws.x, num_rows * d);
+        let num_mixes = (2 + n) * n;
         let gates = hc::Gates {
             scale: self.vector(hyper.scale),
             base: self.vector(hyper.base),
@@ -246,18 +428,48 @@ impl Model {
             sinkhorn_iters: config.hc_sinkhorn_iters,
             eps: config.hc_eps,
         };
-        for ((z, v), x) in z.chunks_exact_mut(mixes).zip(ws.streams.chunks_exact(n * d)).zip(x.chunks_exact_mut(d)) {
-            hc::scale_by_inverse_rms(z, v, config.rms_norm_eps);
-            hc::mappings(z, &gates);
-            hc::collapse(v, &z[..n], x);
-        }
-        if let Some((trace, op)) = trace {
-            let part = |from: usize, to: usize| z.chunks_exact(mixes).flat_map(|z| &z[from..to]).copied().collect();
-            trace.numbers(format!("{op}.post"), &[n], part(n, 2 * n));
-            trace.numbers(format!("{op}.comb"), &[n, n], part(2 * n, mixes));
-            trace.numbers(format!("{op}.collapsed"), &[d], x.to_vec());
-        }
-        norm::rms_norm(x, self.vector(norm_weight), config.rms_norm_eps);
+        let traced = trace.is_some();
+        let num_threads = ws.pool.num_threads();
+        let pending = std::mem::take(&mut ws.pending);
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let streams = rows(&mut ws.streams, num_rows, n * d, num_threads);
+        let mixes = rows(&mut ws.mixes, num_rows, num_mixes, num_threads);
+        let xs = rows(&mut ws.x, num_rows, d, num_threads);
+        let y = &*ws.y;
+        let norm_weight = self.vector(norm_weight);
+        ws.pool.run_items(num_rows, &|t| {
+            let scratch = own(&threads, t);
+            let (streams, z, x) = (streams.take(t), mixes.take(t), xs.take(t));
+            if pending {
+                let share = xs.share(t);
+                expand(n, streams, &y[share.start * d..share.end * d], z);
+            }
+            let gate = self.matrix(hyper.gate);
+            gate.forward(Rows::new(streams, n * d), &mut ColumnPart::new(z, 0..num_mixes), &mut scratch.linear);
+            for ((z, v), x) in z.chunks_exact_mut(num_mixes).zip(streams.chunks_exact(n * d)).zip(x.chunks_exact_mut(d))
+            {
+                hc::scale_by_inverse_rms(z, v, config.rms_norm_eps);
+                hc::mappings(z, &gates);
+                hc::collapse(v, &z[..n], x);
+            }
+            if !traced {
+                norm::rms_norm(x, norm_weight, config.rms_norm_eps);
+                then(t, x, scratch);
+            }
+        });
+        let Some((trace, op)) = trace else { return };
+        let part =
+            |from: usize, to: usize| ws.mixes.chunks_exact(num_mixes).flat_map(|z| &z[from..to]).copied().collect();
+        trace.numbers(format!("{op}.post"), &[n], part(n, 2 * n));
+        trace.numbers(format!("{op}.comb"), &[n, n], part(2 * n, num_mixes));
+        trace.numbers(format!("{op}.collapsed"), &[d], ws.x.clone());
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let xs = rows(&mut ws.x, num_rows, d, num_threads);
+        ws.pool.run_items(num_rows, &|t| {
+            let (scratch, x) = (own(&threads, t), xs.take(t));
+            norm::rms_norm(x, norm_weight, config.rms_norm_eps);
+            then(t, x, scratch);
+        });
     }
 
     /// From `ws.x` to `ws.y`, both `[R, D]`.
@@ -271,84 +483,14 @@ impl Model {
         mut trace: Option<&mut Trace>,
     ) {
         let config = &self.config;
-        let (c, h, num_rows) = (config.head_dim, config.num_attention_heads, ws.rows.len());
-        let eps = config.rms_norm_eps;
-        let rank = config.q_lora_rank;
-        let qr = sized(&mut ws.q_residual, num_rows * rank);
-        self.matrix(layer.wq_a).forward(&ws.x, qr, &mut ws.unpacked);
-        norm::rms_norm(qr, self.vector(layer.q_norm), eps);
+        self.project(layer, ws);
+        self.remember(layer_idx, layer, segments, ws);
         if let Some((trace, op)) = layer.op("q_residual", &mut trace) {
-            trace.numbers(op, &[rank], qr.to_vec());
+            trace.numbers(op, &[config.q_lora_rank], ws.q_residual.clone());
         }
-        let q = sized(&mut ws.q, num_rows * h * c);
-        self.matrix(layer.wq_b).forward(qr, q, &mut ws.unpacked);
-        norm::rms_norm_unweighted(q, c, eps);
-        let kv = sized(&mut ws.kv, num_rows * c);
-        self.matrix(layer.wkv).forward(&ws.x, kv, &mut ws.unpacked);
-        norm::rms_norm(kv, self.vector(layer.kv_norm), eps);
-        let rows = ws.rows.iter().zip(rotations(layer, &ws.window_rotations, &ws.compressed_rotations));
-        for ((row, rotation), (q, kv)) in rows.zip(q.chunks_exact_mut(h * c).zip(kv.chunks_exact_mut(c))) {
-            rotation.apply(q, c);
-            rotation.apply(kv, c);
-            segments[row.segment].cache.layers[layer_idx].window.push(kv);
-        }
-        if let Some(compressor) = &layer.compressor {
-            self.compress(compressor, c, segments, ws, |cache| cache.layers[layer_idx].compressor.as_mut());
-        }
-        if let Some(indexer) = &layer.indexer {
-            let width = config.index_head_dim;
-            self.compress(&indexer.compressor, width, segments, ws, |cache| cache.layers[layer_idx].indexer.as_mut());
-            self.index_queries(indexer, ws);
-        }
-        let mut picked = layer.indexer.as_ref().and(trace.as_ref()).map(|_| IndexerTrace::default());
-
-        let rotations = rotations(layer, &ws.window_rotations, &ws.compressed_rotations);
-        let attended = sized(&mut ws.attended, num_rows * h * c);
-        let sink = self.vector(layer.sink);
-        let top_k = config.index_topk;
-        let csa_idx = config.csa_layers().take_while(|&l| l < layer_idx).count();
-        let num_csa = config.csa_layers().count();
-        let index_width = config.index_n_heads * config.index_head_dim;
-        for (r, row) in ws.rows.iter().enumerate() {
-            let cache = &segments[row.segment].cache.layers[layer_idx];
-            ws.picks.clear();
-            let entries: &[f32] = match (&cache.compressor, &cache.indexer) {
-                (Some(entries), Some(keys)) => {
-                    let visible = entries.num_visible(row.position);
-                    let scores = sized(&mut ws.scores, visible);
-                    let q = &ws.index_q[r * index_width..][..index_width];
-                    let weight = &ws.index_weight[r * config.index_n_heads..][..config.index_n_heads];
-                    indexer::scores(q, weight, &keys.entries, scores);
-                    indexer::top_k(scores, top_k, &mut ws.picks);
-                    if let Some(picked) = &mut picked {
-                        picked.scores.extend_from_slice(scores);
-                        picked.blocks.push(ws.picks.clone());
-                    }
-                    let slots = &mut out.block_idx[(r * num_csa + csa_idx) * top_k..][..top_k];
-                    slots[..ws.picks.len()].copy_from_slice(&ws.picks);
-                    &entries.entries
-                }
-                (Some(entries), None) => {
-                    ws.picks.extend(0..entries.num_visible(row.position) as u32);
-                    &entries.entries
-                }
-                (None, _) => &[],
-            };
-            let q = &ws.q[r * h * c..][..h * c];
-            let o = &mut attended[r * h * c..][..h * c];
-            attention::attend(q, cache.window.visible(row.position), entries, &ws.picks, sink, &mut ws.scores, o);
-            rotations[r].apply_inverse(o, c);
-        }
-
-        let (groups, group_rank) = (config.o_groups, config.o_lora_rank);
-        let grouped = sized(&mut ws.grouped, num_rows * groups * group_rank);
-        for (g, part) in self.matrix_groups(layer.wo_a).iter().enumerate() {
-            let (x, y) = (&ws.attended[g * h * c / groups..], &mut grouped[g * group_rank..]);
-            part.forward_strided(x, h * c, y, groups * group_rank, num_rows, &mut ws.unpacked);
-        }
-        let y = sized(&mut ws.y, num_rows * config.hidden_size);
-        self.matrix(layer.wo_b).forward(grouped, y, &mut ws.unpacked);
-
+        self.query(layer, ws);
+        self.attend(layer_idx, layer, segments, ws, out, trace.as_deref_mut());
+        self.attention_output(layer, ws);
         if let Some(trace) = trace {
             let name = &layer.name;
             let entries = |of: fn(&LayerCache) -> Option<&CompressorCache>| {
@@ -356,65 +498,272 @@ impl Model {
                 caches.flat_map(|cache| &cache.entries).copied().collect::<Vec<f32>>()
             };
             if layer.compressor.is_some() {
-                trace.numbers(format!("{name}.compressed_kv"), &[c], entries(|cache| cache.compressor.as_ref()));
+                let entries = entries(|cache| cache.compressor.as_ref());
+                trace.numbers(format!("{name}.compressed_kv"), &[config.head_dim], entries);
             }
-            if let Some(IndexerTrace { scores, blocks }) = picked {
+            if layer.indexer.is_some() {
                 let keys = entries(|cache| cache.indexer.as_ref());
                 trace.numbers(format!("{name}.indexer.keys"), &[config.index_head_dim], keys);
-                trace.numbers(format!("{name}.indexer.scores"), &[], scores);
-                trace.choices(format!("{name}.indexer.topk"), blocks);
             }
-            trace.numbers(format!("{name}.attn_out"), &[config.hidden_size], y.to_vec());
+            trace.numbers(format!("{name}.attn_out"), &[config.hidden_size], ws.y.clone());
         }
     }
 
-    /// Feeds all rows to a compressor and finishes the entries that come out.
-    fn compress(
+    /// Outputs of a compressor's products; 0 where there is none.
+    fn series_width(&self, compressor: Option<&Compressor>) -> usize {
+        compressor.map_or(0, |compressor| self.matrix(compressor.wkv).outputs())
+    }
+
+    /// All products of `ws.x`: the query's residual, the row's key, the compressors' series, the indexer's weights.
+    fn project(&self, layer: &Layer, ws: &mut Workspace) {
+        let config = &self.config;
+        let (num_rows, num_threads) = (ws.rows.len(), ws.pool.num_threads());
+        let indexer = layer.indexer.as_ref();
+        let width = self.series_width(layer.compressor.as_ref());
+        let index_width = self.series_width(indexer.map(|indexer| &indexer.compressor));
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let residual = columns(&mut ws.q_residual, num_rows, config.q_lora_rank, num_threads);
+        let kv = columns(&mut ws.kv, num_rows, config.head_dim, num_threads);
+        let series_kv = columns(&mut ws.series.kv, num_rows, width, num_threads);
+        let series_gate = columns(&mut ws.series.gate, num_rows, width, num_threads);
+        let index_kv = columns(&mut ws.index_series.kv, num_rows, index_width, num_threads);
+        let index_gate = columns(&mut ws.index_series.gate, num_rows, index_width, num_threads);
+        let index_weight = columns(&mut ws.index_weight, num_rows, config.index_n_heads, num_threads);
+        let x = Rows::new(&ws.x, config.hidden_size);
+        ws.pool.run(&|t| {
+            let scratch = &mut own(&threads, t).linear;
+            self.matrix(layer.wq_a).forward(x, &mut residual.take(t), scratch);
+            self.matrix(layer.wkv).forward(x, &mut kv.take(t), scratch);
+            if let Some(compressor) = &layer.compressor {
+                self.matrix(compressor.wkv).forward(x, &mut series_kv.take(t), scratch);
+                self.matrix(compressor.wgate).forward(x, &mut series_gate.take(t), scratch);
+            }
+            if let Some(indexer) = indexer {
+                self.matrix(indexer.compressor.wkv).forward(x, &mut index_kv.take(t), scratch);
+                self.matrix(indexer.compressor.wgate).forward(x, &mut index_gate.take(t), scratch);
+                self.matrix(indexer.weights_proj).forward(x, &mut index_weight.take(t), scratch);
+            }
+        });
+    }
+
+    /// Normalises the residual, and puts keys and compressed entries into the caches: each thread for whole segments,
+    /// token after token.
+    fn remember(&self, layer_idx: usize, layer: &Layer, segments: &mut [Segment<'_>], ws: &mut Workspace) {
+        let config = &self.config;
+        let (c, eps) = (config.head_dim, config.rms_norm_eps);
+        let num_threads = ws.pool.num_threads();
+        let num_segments = segments.len();
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let residual = Parts::at(&mut ws.q_residual, config.q_lora_rank, &ws.row_bounds);
+        let segments = Parts::new(segments, 1, num_threads);
+        let (q_norm, kv_norm) = (self.vector(layer.q_norm), self.vector(layer.kv_norm));
+        let rotations = rotations(layer, &ws.window_rotations, &ws.compressed_rotations);
+        let frequencies = &ws.compressed_frequencies;
+        let compress = |compressor: &Compressor,
+                        cache: &mut CompressorCache,
+                        series: &Series,
+                        r: usize,
+                        rotation: &mut Rotation| {
+            let (ape, series_width) = (self.vector(compressor.ape), self.series_width(Some(compressor)));
+            let ratio = ape.len() / series_width;
+            let at = r * series_width..(r + 1) * series_width;
+            let ape = &ape[ws.rows[r].position % ratio * series_width..][..series_width];
+            if let Some((block, entry)) = cache.push(&series.kv[at.clone()], &series.gate[at], ape) {
+                norm::rms_norm(entry, self.vector(compressor.norm), eps);
+                rotation.set(block * ratio, frequencies);
+                let width = entry.len();
+                rotation.apply(entry, width);
+            }
+        };
+        ws.pool.run_items(num_segments, &|t| {
+            let scratch = own(&threads, t);
+            norm::rms_norm(residual.take(t), q_norm, eps);
+            let first = segments.share(t).start;
+            let segments = segments.take(t);
+            for r in residual.share(t) {
+                let row = &ws.rows[r];
+                let cache = &mut segments[row.segment - first].cache.layers[layer_idx];
+                scratch.row.clear();
+                scratch.row.extend_from_slice(&ws.kv[r * c..][..c]);
+                norm::rms_norm(&mut scratch.row, kv_norm, eps);
+                rotations[r].apply(&mut scratch.row, c);
+                cache.window.push(&scratch.row);
+                if let (Some(compressor), Some(cache)) = (&layer.compressor, &mut cache.compressor) {
+                    compress(compressor, cache, &ws.series, r, &mut scratch.rotation);
+                }
+                if let (Some(Indexer { compressor, .. }), Some(cache)) = (&layer.indexer, &mut cache.indexer) {
+                    compress(compressor, cache, &ws.index_series, r, &mut scratch.rotation);
+                }
+            }
+        });
+    }
+
+    /// From the residual to queries, of the heads and of the indexer; neither is rotated yet.
+    fn query(&self, layer: &Layer, ws: &mut Workspace) {
+        let config = &self.config;
+        let (num_rows, num_threads) = (ws.rows.len(), ws.pool.num_threads());
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let q = columns(&mut ws.q, num_rows, config.num_attention_heads * config.head_dim, num_threads);
+        let index_q = columns(&mut ws.index_q, num_rows, config.index_n_heads * config.index_head_dim, num_threads);
+        let residual = Rows::new(&ws.q_residual, config.q_lora_rank);
+        ws.pool.run(&|t| {
+            let scratch = &mut own(&threads, t).linear;
+            self.matrix(layer.wq_b).forward(residual, &mut q.take(t), scratch);
+            if let Some(indexer) = &layer.indexer {
+                self.matrix(indexer.wq_b).forward(residual, &mut index_q.take(t), scratch);
+            }
+        });
+    }
+
+    /// From queries to `ws.attended` `[R, H c]`, rotated back.
+    fn attend(
         &self,
-        compressor: &Compressor,
-        width: usize,
-        segments: &mut [Segment<'_>],
+        layer_idx: usize,
+        layer: &Layer,
+        segments: &[Segment<'_>],
         ws: &mut Workspace,
-        mut cache_of: impl FnMut(&mut KvCache) -> Option<&mut CompressorCache>,
+        out: &mut ForwardOutput,
+        trace: Option<&mut Trace>,
     ) {
-        let (wkv, wgate) = (self.matrix(compressor.wkv), self.matrix(compressor.wgate));
-        let (ape, series) = (self.vector(compressor.ape), wkv.outputs());
-        let ratio = ape.len() / series;
-        let kv = sized(&mut ws.series_kv, ws.rows.len() * series);
-        wkv.forward(&ws.x, kv, &mut ws.unpacked);
-        let gate = sized(&mut ws.series_gate, ws.rows.len() * series);
-        wgate.forward(&ws.x, gate, &mut ws.unpacked);
-        for ((row, kv), gate) in ws.rows.iter().zip(kv.chunks_exact(series)).zip(gate.chunks_exact_mut(series)) {
-            for (gate, ape) in gate.iter_mut().zip(&ape[row.position % ratio * series..][..series]) {
-                *gate += ape;
-            }
-            let cache = cache_of(segments[row.segment].cache).expect("a compressing layer has a compressor's cache");
-            if let Some((block, entry)) = cache.push(kv, gate) {
-                norm::rms_norm(entry, self.vector(compressor.norm), self.config.rms_norm_eps);
-                ws.block_rotation.set(block * ratio, &ws.compressed_frequencies);
-                ws.block_rotation.apply(entry, width);
-            }
-        }
-    }
-
-    /// Fills `ws.index_q` `[R, n, e]` and `ws.index_weight` `[R, n]`.
-    fn index_queries(&self, indexer: &Indexer, ws: &mut Workspace) {
-        let (n, e) = (self.config.index_n_heads, self.config.index_head_dim);
-        let num_rows = ws.rows.len();
-        let q = sized(&mut ws.index_q, num_rows * n * e);
-        self.matrix(indexer.wq_b).forward(&ws.q_residual, q, &mut ws.unpacked);
-        for (q, rotation) in q.chunks_exact_mut(n * e).zip(&ws.compressed_rotations) {
-            rotation.apply(q, e);
-        }
-        let weight = sized(&mut ws.index_weight, num_rows * n);
-        self.matrix(indexer.weights_proj).forward(&ws.x, weight, &mut ws.unpacked);
+        let config = &self.config;
+        let (c, h, eps) = (config.head_dim, config.num_attention_heads, config.rms_norm_eps);
+        let (num_rows, num_threads) = (ws.rows.len(), ws.pool.num_threads());
+        let cache_of = |row: &Row| &segments[row.segment].cache.layers[layer_idx];
+        // Where there are too few rows for the threads, a row's heads are shared out; they need all its scores first.
+        let num_parts = match num_rows < 2 * num_threads {
+            true => (1..=num_threads.min(h)).rev().find(|parts| h.is_multiple_of(*parts)).unwrap_or(1),
+            false => 1,
+        };
+        let scores_first = layer.indexer.is_some() && (num_parts > 1 || trace.is_some());
+        let visible = |row: &Row| cache_of(row).compressor.as_ref().map_or(0, |cache| cache.num_visible(row.position));
+        let most_visible = ws.rows.iter().map(visible).max().unwrap_or(0);
+        let (e, n) = (config.index_head_dim, config.index_n_heads);
         let factor = 1.0 / ((e * n) as f32).sqrt();
-        for w in weight {
-            *w *= factor;
+        let index_weight = &*ws.index_weight;
+        let score = |r: usize, q: &[f32], keys: Range<usize>, weight: &mut Vec<f32>, scores: &mut [f32]| {
+            let cache = cache_of(&ws.rows[r]).indexer.as_ref().expect("a CSA layer has an indexer's cache");
+            weight.clear();
+            weight.extend(index_weight[r * n..][..n].iter().map(|w| w * factor));
+            indexer::scores(q, weight, &cache.entries[keys.start * e..keys.end * e], scores);
+        };
+        if scores_first {
+            let index_q = rows(&mut ws.index_q, num_rows, n * e, num_threads);
+            ws.pool.run_items(num_rows, &|t| {
+                let rotations = &ws.compressed_rotations[index_q.share(t)];
+                for (q, rotation) in index_q.take(t).chunks_exact_mut(n * e).zip(rotations) {
+                    rotation.apply(q, e);
+                }
+            });
+            let threads = Parts::new(&mut ws.threads, 1, num_threads);
+            let scores = columns(&mut ws.scores, num_rows, most_visible, num_threads);
+            let index_q = &*ws.index_q;
+            ws.pool.run(&|t| {
+                let (mut scores, weight) = (scores.take(t), &mut own(&threads, t).row);
+                for (r, row) in ws.rows.iter().enumerate() {
+                    let Range { start, end } = scores.columns();
+                    let keys = start.min(visible(row))..end.min(visible(row));
+                    if !keys.is_empty() {
+                        score(r, &index_q[r * n * e..][..n * e], keys.clone(), weight, scores.row(r, keys));
+                    }
+                }
+            });
+        }
+
+        let top_k = config.index_topk;
+        let num_items = num_rows * num_parts;
+        let sink = self.vector(layer.sink);
+        let rotations = rotations(layer, &ws.window_rotations, &ws.compressed_rotations);
+        let all_scores = &*ws.scores;
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let width = h * c / num_parts;
+        let q = rows(&mut ws.q, num_items, width, num_threads);
+        let attended = rows(&mut ws.attended, num_items, width, num_threads);
+        let index_q = rows(&mut ws.index_q, num_rows, n * e, num_threads);
+        // Every item notes its selection; all of a row note the same.
+        ws.picks.clear();
+        ws.picks.resize(if layer.indexer.is_some() { num_items * top_k } else { 0 }, u32::MAX);
+        let picks = Parts::new(&mut ws.picks, if layer.indexer.is_some() { top_k } else { 1 }, num_threads);
+        ws.pool.run_items(num_items, &|t| {
+            let scratch = own(&threads, t);
+            let mut index_q = (!scores_first).then(|| index_q.take(t).chunks_exact_mut((n * e).max(1)));
+            let mut picks = picks.take(t).chunks_exact_mut(top_k.max(1));
+            let items = q.share(t).zip(q.take(t).chunks_exact_mut(width)).zip(attended.take(t).chunks_exact_mut(width));
+            for ((item, q), attended) in items {
+                let (r, part) = (item / num_parts, item % num_parts);
+                let row = &ws.rows[r];
+                let cache = cache_of(row);
+                norm::rms_norm_unweighted(q, c, eps);
+                rotations[r].apply(q, c);
+                let entries = cache.compressor.as_ref().map_or(&[][..], |entries| &entries.entries);
+                let visible = visible(row);
+                if layer.indexer.is_none() {
+                    scratch.picks.clear();
+                    scratch.picks.extend(0..visible as u32);
+                } else {
+                    let scores = if scores_first {
+                        &all_scores[r * most_visible..][..visible]
+                    } else {
+                        let index_q = index_q.as_mut().and_then(Iterator::next).expect("queries for each row");
+                        ws.compressed_rotations[r].apply(index_q, e);
+                        score(r, index_q, 0..visible, &mut scratch.row, sized(&mut scratch.scores, visible));
+                        &*scratch.scores
+                    };
+                    indexer::top_k(scores, top_k, &mut scratch.picks);
+                    let noted = picks.next().expect("room for the selection of each item");
+                    noted[..scratch.picks.len()].copy_from_slice(&scratch.picks);
+                }
+                let window = cache.window.visible(row.position);
+                let keys = attention::Keys { window, entries, picks: &scratch.picks };
+                let sink = &sink[part * (h / num_parts)..][..h / num_parts];
+                attention::attend(q, keys, sink, &mut scratch.attention, attended);
+                rotations[r].apply_inverse(attended, c);
+            }
+        });
+        if layer.indexer.is_none() {
+            return;
+        }
+        let csa_idx = config.csa_layers().take_while(|&l| l < layer_idx).count();
+        let num_csa = config.csa_layers().count();
+        for (slots, picks) in out.block_idx.chunks_exact_mut(num_csa * top_k).zip(ws.picks.chunks(num_parts * top_k)) {
+            slots[csa_idx * top_k..][..top_k].copy_from_slice(&picks[..top_k]);
+        }
+        if let Some(trace) = trace {
+            let scores = ws.rows.iter().enumerate().flat_map(|(r, row)| &ws.scores[r * most_visible..][..visible(row)]);
+            trace.numbers(format!("{}.indexer.scores", layer.name), &[], scores.copied().collect());
+            let picks = ws
+                .picks
+                .chunks(num_parts * top_k)
+                .map(|picks| picks[..top_k].iter().copied().filter(|&pick| pick != u32::MAX).collect());
+            trace.choices(format!("{}.indexer.topk", layer.name), picks);
         }
     }
 
-    /// From `ws.x` to `ws.y`: the routed experts, grouped by expert, then the shared one.
+    /// From `ws.attended` to `ws.y`, through the groups' low-rank product.
+    fn attention_output(&self, layer: &Layer, ws: &mut Workspace) {
+        let config = &self.config;
+        let (num_rows, num_threads) = (ws.rows.len(), ws.pool.num_threads());
+        let (groups, rank) = (config.o_groups, config.o_lora_rank);
+        let stride = config.num_attention_heads * config.head_dim;
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        // A thread's columns begin at panels of their group.
+        let unit = if rank.is_multiple_of(PANEL) { PANEL } else { rank };
+        let grouped = Columns::new(sized(&mut ws.grouped, num_rows * groups * rank), groups * rank, unit, num_threads);
+        let attended = &*ws.attended;
+        ws.pool.run(&|t| {
+            let (mut y, scratch) = (grouped.take(t), &mut own(&threads, t).linear);
+            for (g, part) in self.matrix_groups(layer.wo_a).iter().enumerate() {
+                let x = Rows::columns(attended, stride, g * (stride / groups), stride / groups);
+                part.forward(x, &mut y.within(g * rank..(g + 1) * rank), scratch);
+            }
+        });
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let y = columns(&mut ws.y, num_rows, config.hidden_size, num_threads);
+        let grouped = Rows::new(&ws.grouped, groups * rank);
+        ws.pool.run(&|t| self.matrix(layer.wo_b).forward(grouped, &mut y.take(t), &mut own(&threads, t).linear));
+    }
+
+    /// From the streams to `ws.y`: the second sub-layer's input, its router, the routed experts, each for all of its
+    /// rows at once, and the shared one.
     fn experts(
         &self,
         layer_idx: usize,
@@ -426,92 +775,123 @@ impl Model {
         let config = &self.config;
         let (d, k, num_rows) = (config.hidden_size, config.num_experts_per_tok, ws.rows.len());
         let num_experts = config.n_routed_experts;
-        let scores = sized(&mut ws.router, num_rows * num_experts);
-        self.matrix(layer.gate).forward(&ws.x, scores, &mut ws.unpacked);
-        if let Some((trace, op)) = layer.op("router.logits", &mut trace) {
-            trace.numbers(op, &[num_experts], scores.to_vec());
-        }
-        router::score(scores);
-        let weight = sized(&mut ws.expert_weight, num_rows * k);
-        ws.pairs.clear();
+        let num_threads = ws.pool.num_threads();
         // As many layers as `out` has room for: all of the model's, or multi-token prediction alone.
         let num_layers = out.expert_idx.len() / (num_rows * k).max(1);
-        for (r, row) in ws.rows.iter().enumerate() {
-            let scores = &scores[r * num_experts..][..num_experts];
-            let chosen = &mut out.expert_idx[(r * num_layers + layer_idx % num_layers) * k..][..k];
-            match layer.gate_bias {
-                Some(bias) => router::choose(scores, self.vector(bias), chosen),
-                None => {
-                    for (slot, &expert) in chosen.iter_mut().zip(self.hash_experts(layer_idx, row.token)) {
-                        *slot = expert as u16;
+        let slot = layer_idx % num_layers.max(1) * k;
+        {
+            let mut logits = std::mem::take(&mut ws.router_logits);
+            let mut weight = std::mem::take(&mut ws.expert_weight);
+            let tokens = std::mem::take(&mut ws.rows);
+            let logit_rows = rows(&mut logits, num_rows, num_experts, num_threads);
+            let weight_rows = rows(&mut weight, num_rows, k, num_threads);
+            let chosen_rows = Parts::new(&mut out.expert_idx, num_layers * k, num_threads);
+            let bias = layer.gate_bias.map(|bias| self.vector(bias));
+            let route = |t: usize, x: &[f32], scratch: &mut ThreadScratch| {
+                let logits = logit_rows.take(t);
+                let gate = self.matrix(layer.gate);
+                gate.forward(Rows::new(x, d), &mut ColumnPart::new(logits, 0..num_experts), &mut scratch.linear);
+                let scores = sized(&mut scratch.scores, logits.len());
+                scores.copy_from_slice(logits);
+                router::score(scores);
+                let rows = scores.chunks_exact(num_experts).zip(weight_rows.take(t).chunks_exact_mut(k));
+                let rows = rows.zip(chosen_rows.take(t).chunks_exact_mut(num_layers * k));
+                for (r, ((scores, weight), chosen)) in weight_rows.share(t).zip(rows) {
+                    let chosen = &mut chosen[slot..][..k];
+                    match bias {
+                        Some(bias) => router::choose(scores, bias, chosen),
+                        None => {
+                            let experts = self.hash_experts(layer_idx, tokens[r].token);
+                            chosen.iter_mut().zip(experts).for_each(|(to, &expert)| *to = expert as u16);
+                        }
                     }
+                    router::weights(scores, chosen, config.routed_scaling_factor, weight);
+                }
+            };
+            let traced = layer.op("hc_ffn", &mut trace);
+            ws.rows.extend_from_slice(&tokens);
+            self.hyper_pre(&layer.hc_ffn, layer.ffn_norm, ws, traced, &route);
+            (ws.router_logits, ws.expert_weight, ws.rows) = (logits, weight, tokens);
+        }
+        let chosen = |r: usize| &out.expert_idx[r * num_layers * k + slot..][..k];
+        ws.routed.order(num_experts, &ws.expert_weight, k, chosen);
+
+        self.expert_hidden(layer, ws);
+        let Workspace { pool, threads, routed, hidden, shared_hidden, y, .. } = ws;
+        let threads = Parts::new(threads, 1, num_threads);
+        let shared_hidden = Rows::new(shared_hidden, self.matrix(layer.shared.w2).inputs());
+        if let Some((trace, op)) = layer.op("shared_out", &mut trace) {
+            let mut shared = vec![0.0; num_rows * d];
+            let all = &mut ColumnPart::new(&mut shared, 0..d);
+            self.matrix(layer.shared.w2).forward(shared_hidden, all, &mut Scratch::default());
+            trace.numbers(op, &[d], shared);
+        }
+        let y = columns(y, num_rows, d, num_threads);
+        let hidden = &*hidden;
+        pool.run(&|t| {
+            let (mut y, ThreadScratch { linear, product, .. }) = (y.take(t), own(&threads, t));
+            self.matrix(layer.shared.w2).forward(shared_hidden, &mut y, linear);
+            let columns = y.columns();
+            for (expert, pairs) in &routed.runs {
+                let w2 = self.matrix(layer.experts[*expert].w2);
+                let hidden = &hidden[pairs.start * w2.inputs()..pairs.end * w2.inputs()];
+                let product = sized(product, pairs.len() * columns.len());
+                w2.forward(Rows::new(hidden, w2.inputs()), &mut ColumnPart::new(product, columns.clone()), linear);
+                for (pair, product) in pairs.clone().zip(product.chunks_exact(columns.len().max(1))) {
+                    let y = y.row(routed.row[pair] as usize, columns.clone());
+                    math::add_scaled(y, routed.weight[pair], product);
                 }
             }
-            router::weights(scores, chosen, config.routed_scaling_factor, &mut weight[r * k..][..k]);
-            ws.pairs.extend(chosen.iter().zip((r * k) as u32..).map(|(&expert, pair)| (expert, pair)));
-        }
-        ws.pairs.sort_unstable();
-
-        let gathered = sized(&mut ws.gathered, num_rows * k * d);
-        ws.slot.resize(num_rows * k, 0);
-        for (slot, (&(_, pair), x)) in ws.pairs.iter().zip(gathered.chunks_exact_mut(d)).enumerate() {
-            ws.slot[pair as usize] = slot as u32;
-            x.copy_from_slice(&ws.x[pair as usize / k * d..][..d]);
-        }
-        let limit = config.swiglu_limit;
-        let down = sized(&mut ws.down, num_rows * k * d);
-        let mut from = 0;
-        for run in ws.pairs.chunk_by(|a, b| a.0 == b.0) {
-            let expert = &layer.experts[usize::from(run[0].0)];
-            let range = from * d..(from + run.len()) * d;
-            self.expert(
-                expert,
-                &gathered[range.clone()],
-                &mut down[range],
-                limit,
-                &mut ws.gate,
-                &mut ws.up,
-                &mut ws.unpacked,
-            );
-            from += run.len();
-        }
-        let y = sized(&mut ws.y, num_rows * d);
-        self.expert(&layer.shared, &ws.x, y, limit, &mut ws.gate, &mut ws.up, &mut ws.unpacked);
-        if let Some((trace, op)) = layer.op("shared_out", &mut trace) {
-            trace.numbers(op, &[d], y.to_vec());
-        }
-        for (r, y) in y.chunks_exact_mut(d).enumerate() {
-            combine(y, &weight[r * k..][..k], &ws.slot[r * k..][..k], down);
-        }
+        });
 
         if let Some(trace) = trace {
             // In the order of ascending experts, in which every implementation can tell them.
-            ws.pairs.sort_unstable_by_key(|&(expert, pair)| (pair / k as u32, expert));
-            let ordered: Vec<f32> = ws.pairs.iter().map(|&(_, pair)| weight[pair as usize]).collect();
-            let experts = ws.pairs.chunks_exact(k).map(|row| row.iter().map(|&(expert, _)| expert.into()).collect());
-            trace.choices(format!("{}.router.experts", layer.name), experts);
-            trace.numbers(format!("{}.router.weights", layer.name), &[k], ordered);
-            trace.numbers(format!("{}.ffn_out", layer.name), &[d], y.to_vec());
+            let mut pairs: Vec<(u32, usize)> = Vec::with_capacity(num_rows * k);
+            let experts =
+                ws.routed.runs.iter().flat_map(|(expert, pairs)| pairs.clone().map(move |pair| (*expert, pair)));
+            let mut expert_of = vec![0; num_rows * k];
+            for (expert, pair) in experts {
+                expert_of[pair] = expert as u32;
+                pairs.push((ws.routed.row[pair], pair));
+            }
+            pairs.sort_unstable();
+            let name = &layer.name;
+            trace.numbers(format!("{name}.router.logits"), &[num_experts], ws.router_logits.clone());
+            let experts = pairs.chunks_exact(k).map(|row| row.iter().map(|&(_, pair)| expert_of[pair]).collect());
+            trace.choices(format!("{name}.router.experts"), experts);
+            let weights = pairs.iter().map(|&(_, pair)| ws.routed.weight[pair]).collect();
+            trace.numbers(format!("{name}.router.weights"), &[k], weights);
+            trace.numbers(format!("{name}.ffn_out"), &[d], ws.y.clone());
         }
     }
 
-    fn expert(
-        &self,
-        expert: &Expert,
-        x: &[f32],
-        y: &mut [f32],
-        limit: f32,
-        gate: &mut Vec<f32>,
-        up: &mut Vec<f32>,
-        unpacked: &mut Vec<f32>,
-    ) {
-        let (w1, w3) = (self.matrix(expert.w1), self.matrix(expert.w3));
-        let len = x.len() / w1.inputs() * w1.outputs();
-        let (gate, up) = (sized(gate, len), sized(up, len));
-        w1.forward(x, gate, unpacked);
-        w3.forward(x, up, unpacked);
-        activation::swiglu(gate, up, limit);
-        self.matrix(expert.w2).forward(gate, y, unpacked);
+    /// `silu(x W1^T) * (x W3^T)` of the routed pairs, into `ws.hidden`, and of the shared expert, into `ws.shared_hidden`.
+    fn expert_hidden(&self, layer: &Layer, ws: &mut Workspace) {
+        let config = &self.config;
+        let (limit, num_threads) = (config.swiglu_limit, ws.pool.num_threads());
+        let Workspace { pool, threads, routed, hidden, shared_hidden, x, rows, .. } = ws;
+        let threads = Parts::new(threads, 1, num_threads);
+        let hidden = columns(hidden, routed.row.len(), config.moe_intermediate_size, num_threads);
+        let shared_width = self.matrix(layer.shared.w1).outputs();
+        let shared_hidden = columns(shared_hidden, rows.len(), shared_width, num_threads);
+        let x = Rows::new(x, config.hidden_size);
+        let expert = |expert: &Expert, x: Rows<'_>, gate: &mut ColumnPart<'_>, scratch: &mut ThreadScratch| {
+            let columns = gate.columns();
+            let up = sized(&mut scratch.product, x.len() * columns.len());
+            self.matrix(expert.w1).forward(x, gate, &mut scratch.linear);
+            self.matrix(expert.w3).forward(x, &mut ColumnPart::new(up, columns.clone()), &mut scratch.linear);
+            for (r, up) in up.chunks_exact(columns.len().max(1)).enumerate() {
+                activation::swiglu(gate.row(r, columns.clone()), up, limit);
+            }
+        };
+        pool.run(&|t| {
+            let (mut hidden, scratch) = (hidden.take(t), own(&threads, t));
+            expert(&layer.shared, x, &mut shared_hidden.take(t), scratch);
+            for (idx, pairs) in &routed.runs {
+                let rows = x.choose(&routed.row[pairs.clone()]);
+                expert(&layer.experts[*idx], rows, &mut hidden.rows(pairs.clone()), scratch);
+            }
+        });
     }
 
     /// Logits of the rows that were asked for.
@@ -526,32 +906,51 @@ impl Model {
     ) {
         let config = &self.config;
         let (d, n) = (config.hidden_size, config.hc_mult);
+        self.settle(ws);
         ws.gathered.clear();
-        let mut from = 0;
-        for segment in segments {
-            let len = segment.tokens.len();
-            let wanted = if segment.all_logits { from..from + len } else { from + len - 1..from + len };
+        for (segment, from) in segments.iter().zip(&ws.first_rows) {
+            let end = from + segment.tokens.len();
+            let wanted = if segment.all_logits { *from..end } else { end - 1..end };
             ws.gathered.extend_from_slice(&ws.streams[wanted.start * n * d..wanted.end * n * d]);
-            from += len;
         }
         let num_rows = ws.gathered.len() / (n * d);
-        let z = sized(&mut ws.mixes, num_rows * n);
-        self.matrix(collapse.gate).forward(&ws.gathered, z, &mut ws.unpacked);
-        let x = sized(&mut ws.x, num_rows * d);
+        let num_threads = ws.pool.num_threads();
         let (scale, base) = (self.vector(collapse.scale)[0], self.vector(collapse.base));
-        for ((z, v), x) in z.chunks_exact_mut(n).zip(ws.gathered.chunks_exact(n * d)).zip(x.chunks_exact_mut(d)) {
-            hc::scale_by_inverse_rms(z, v, config.rms_norm_eps);
-            hc::head_gates(z, scale, base, config.hc_eps);
-            hc::collapse(v, z, x);
+        let norm_weight = self.vector(collapse.norm);
+        let traced = trace.is_some();
+        {
+            let threads = Parts::new(&mut ws.threads, 1, num_threads);
+            let mixes = rows(&mut ws.mixes, num_rows, n, num_threads);
+            let xs = rows(&mut ws.x, num_rows, d, num_threads);
+            let gathered = &*ws.gathered;
+            ws.pool.run_items(num_rows, &|t| {
+                let (z, x, share) = (mixes.take(t), xs.take(t), xs.share(t));
+                let streams = &gathered[share.start * n * d..share.end * n * d];
+                let scratch = &mut own(&threads, t).linear;
+                let gate = self.matrix(collapse.gate);
+                gate.forward(Rows::new(streams, n * d), &mut ColumnPart::new(z, 0..n), scratch);
+                for ((z, v), x) in z.chunks_exact_mut(n).zip(streams.chunks_exact(n * d)).zip(x.chunks_exact_mut(d)) {
+                    hc::scale_by_inverse_rms(z, v, config.rms_norm_eps);
+                    hc::head_gates(z, scale, base, config.hc_eps);
+                    hc::collapse(v, z, x);
+                    if !traced {
+                        norm::rms_norm(x, norm_weight, config.rms_norm_eps);
+                    }
+                }
+            });
         }
-        let collapsed = trace.is_some().then(|| x.to_vec());
-        norm::rms_norm(x, self.vector(collapse.norm), config.rms_norm_eps);
-        let logits = sized(&mut out.logits, num_rows * config.vocab_size);
-        self.matrix(self.head).forward(x, logits, &mut ws.unpacked);
+        let collapsed = traced.then(|| ws.x.clone());
+        if traced {
+            norm::rms_norm(&mut ws.x, norm_weight, config.rms_norm_eps);
+        }
+        let threads = Parts::new(&mut ws.threads, 1, num_threads);
+        let logits = columns(&mut out.logits, num_rows, config.vocab_size, num_threads);
+        let x = Rows::new(&ws.x, d);
+        ws.pool.run(&|t| self.matrix(self.head).forward(x, &mut logits.take(t), &mut own(&threads, t).linear));
         if let (Some(trace), Some(collapsed)) = (trace, collapsed) {
             trace.numbers(format!("{prefix}head_collapsed"), &[d], collapsed);
-            trace.numbers(format!("{prefix}final_norm"), &[d], x.to_vec());
-            trace.numbers(format!("{prefix}logits"), &[config.vocab_size], logits.to_vec());
+            trace.numbers(format!("{prefix}final_norm"), &[d], ws.x.clone());
+            trace.numbers(format!("{prefix}logits"), &[config.vocab_size], out.logits.clone());
         }
     }
 }
@@ -563,37 +962,18 @@ impl Layer {
     }
 }
 
-/// What an indexer gave, row after row.
-#[derive(Default)]
-struct IndexerTrace {
-    scores: Vec<f32>,
-    blocks: Vec<Vec<u32>>,
-}
-
 /// The rotations of a layer's kind: compressed layers have their own base and YaRN for everything.
 fn rotations<'a>(layer: &Layer, window: &'a [Rotation], compressed: &'a [Rotation]) -> &'a [Rotation] {
     if layer.kind == LayerKind::Window { window } else { compressed }
 }
 
-/// Mixes `ws.y` back into the streams.
-fn expand(config: &ModelConfig, ws: &mut Workspace) {
-    let (d, n) = (config.hidden_size, config.hc_mult);
-    let mixes = (2 + n) * n;
-    let old = sized(&mut ws.old_streams, n * d);
-    let rows = ws.streams.chunks_exact_mut(n * d).zip(ws.y.chunks_exact(d)).zip(ws.mixes.chunks_exact(mixes));
-    for ((streams, y), mix) in rows {
-        hc::expand(streams, y, &mix[n..2 * n], &mix[2 * n..], old);
-    }
-}
-
-/// Adds a row's experts, in the order of its choices, to the shared expert's output in `y`.
-fn combine(y: &mut [f32], weight: &[f32], slot: &[u32], down: &[f32]) {
-    let d = y.len();
-    for i in 0..d {
-        let mut routed = 0.0;
-        for (w, &slot) in weight.iter().zip(slot) {
-            routed += w * down[slot as usize * d + i];
-        }
-        y[i] += routed;
+/// Mixes the results `y` of some rows into their streams.
+fn expand(num_streams: usize, streams: &mut [f32], y: &[f32], mixes: &[f32]) {
+    let (n, num_mixes) = (num_streams, (2 + num_streams) * num_streams);
+    let d = y.len() * num_mixes / mixes.len().max(1);
+    for ((streams, y), mix) in
+        streams.chunks_exact_mut((n * d).max(1)).zip(y.chunks_exact(d.max(1))).zip(mixes.chunks_exact(num_mixes))
+    {
+        hc::expand(streams, y, &mix[n..2 * n], &mix[2 * n..]);
     }
 }

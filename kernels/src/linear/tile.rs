@@ -1,0 +1,471 @@
+//! The bodies of the products, written once over [`Lanes`]: a few rows by a few panels in registers.
+//!
+//! Every output is one chain of multiply-adds over K in ascending order, started from zero. Where K is cut into blocks
+//! the chain goes on from the stored value, which changes nothing. So its bits depend neither on the number of rows nor
+//! on how the work is cut into tiles, blocks and threads.
+
+use std::ops::Range;
+
+use super::lanes::{Bf16, E2m1, E4m3, F32, Format, Lanes};
+use super::{Cell, Linear, PANEL, Packed, Rows};
+use crate::pool::ColumnPart;
+
+/// Rows that are multiplied with codes unpacked in registers; for more of them a panel is unpacked first.
+pub(super) const FEW: usize = 18;
+/// Of those, how many at a time.
+const TILE: usize = 6;
+/// Inputs that are multiplied at a time for many rows: a panel of them (16 KiB) stays in the first-level cache.
+const BLOCK_INPUTS: usize = 256;
+/// Rows that are multiplied at a time: with [`BLOCK_INPUTS`] inputs they (204 KiB) stay in the second-level cache.
+const BLOCK_ROWS: usize = 192;
+/// From row to row in the copy of such a block.
+const ROW_STRIDE: usize = BLOCK_INPUTS + PANEL;
+
+/// A product to be done: all rows of `x`, the outputs that `y` has columns for.
+pub struct Work<'w, 'y> {
+    pub(super) weight: &'w Linear,
+    pub(super) x: Rows<'w>,
+    pub(super) y: &'w mut ColumnPart<'y>,
+}
+
+/// Room for unpacked panels and for tiles of rows.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    panel: Vec<Cell>,
+    rows: Vec<f32>,
+}
+
+/// The two forms of a product in a backend: codes unpacked in registers, or panel by panel.
+pub struct Kernels {
+    pub(super) few: fn(&mut Work<'_, '_>),
+    pub(super) many: fn(&mut Work<'_, '_>, &mut Scratch),
+}
+
+impl std::fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Kernels")
+    }
+}
+
+/// One panel, or a block of its inputs.
+#[derive(Clone, Copy)]
+struct Panel<'a> {
+    cells: &'a [Cell],
+    scales: &'a [[u8; PANEL]],
+}
+
+/// The inputs of R rows.
+trait Inputs<const R: usize>: Copy {
+    /// How many each row has.
+    fn len(&self) -> usize;
+    /// # Safety
+    /// `k` is below [`Inputs::len`].
+    unsafe fn get(&self, r: usize, k: usize) -> f32;
+}
+
+impl<const R: usize> Inputs<R> for [&[f32]; R] {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        assert!(self.iter().all(|row| row.len() == self[0].len()), "rows differ in length");
+        self[0].len()
+    }
+    #[inline(always)]
+    unsafe fn get(&self, r: usize, k: usize) -> f32 {
+        // SAFETY: every row has as many inputs as the first, and `k` is one of them.
+        unsafe { *self[r].get_unchecked(k) }
+    }
+}
+
+/// A block of rows, copied together: [`ROW_STRIDE`] values apart, so that one address and constants reach all of them, and
+/// rows that lie a power of two apart in memory do not fight for the same places in the cache.
+#[derive(Clone, Copy)]
+struct Tile<'a> {
+    rows: &'a [f32],
+    inputs: usize,
+}
+
+impl<const R: usize> Inputs<R> for Tile<'_> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        assert!(self.inputs <= ROW_STRIDE && self.rows.len() >= R * ROW_STRIDE, "{R} rows of {}", self.inputs);
+        self.inputs
+    }
+    #[inline(always)]
+    unsafe fn get(&self, r: usize, k: usize) -> f32 {
+        // SAFETY: `k` is below the length, and R rows of at least as many values are there: `len` saw to it.
+        unsafe { *self.rows.get_unchecked(r * ROW_STRIDE + k) }
+    }
+}
+
+/// `acc[r][p] += x[r] . panel[p]`, input after input.
+///
+/// Arrays are filled by loops here, not by closures: a closure that is not inlined has none of the backend's instructions.
+#[inline(always)]
+fn multiply<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
+    s: S,
+    x: impl Inputs<R>,
+    panels: [Panel<'_>; P],
+    acc: &mut [[S::V; P]; R],
+) {
+    let inputs = x.len();
+    let num_cells = inputs.div_ceil(F::GROUP);
+    assert!(panels.iter().all(|p| p.cells.len() == num_cells), "panels of {num_cells} cells");
+    let cells_per_block = if F::BLOCK == 0 { num_cells.max(1) } else { F::BLOCK / F::GROUP };
+    let mut sums = *acc;
+    let mut g = 0;
+    let mut block = 0;
+    while g < num_cells {
+        let mut scale = [s.zero(); P];
+        if F::BLOCK > 0 {
+            for p in 0..P {
+                scale[p] = F::scale(s, &panels[p].scales[block]);
+            }
+        }
+        let end = num_cells.min(g + cells_per_block);
+        // Whole cells; the last one may have fewer inputs.
+        let whole = end.min(inputs / F::GROUP);
+        macro_rules! input {
+            ($j:literal, $ready:ident) => {
+                if $j < F::GROUP {
+                    let mut w = [s.zero(); P];
+                    for p in 0..P {
+                        w[p] = F::at::<$j>(s, $ready[p], scale[p]);
+                    }
+                    for r in 0..R {
+                        // SAFETY: the input is one of `inputs`: the cell is whole, or its rest was counted.
+                        let x = s.splat(unsafe { x.get(r, g * F::GROUP + $j) });
+                        for p in 0..P {
+                            sums[r][p] = s.fma(x, w[p], sums[r][p]);
+                        }
+                    }
+                }
+            };
+        }
+        // SAFETY: g is below `num_cells`, the length of every panel by the assertion above.
+        let cell = |p: usize, g: usize| unsafe { panels[p].cells.get_unchecked(g) };
+        macro_rules! ready {
+            () => {{
+                let mut ready = [F::ready(s, s.cell(cell(0, g))); P];
+                for p in 1..P {
+                    ready[p] = F::ready(s, s.cell(cell(p, g)));
+                }
+                ready
+            }};
+        }
+        while g < whole {
+            let ready = ready!();
+            input!(0, ready);
+            input!(1, ready);
+            input!(2, ready);
+            input!(3, ready);
+            input!(4, ready);
+            input!(5, ready);
+            input!(6, ready);
+            input!(7, ready);
+            g += 1;
+        }
+        if g < end {
+            let (ready, rest) = (ready!(), inputs - g * F::GROUP);
+            if rest > 0 {
+                input!(0, ready);
+            }
+            if rest > 1 {
+                input!(1, ready);
+            }
+            if rest > 2 {
+                input!(2, ready);
+            }
+            g += 1;
+        }
+        block += 1;
+    }
+    *acc = sums;
+}
+
+/// Panels `p ..` of a weight, whole.
+#[inline(always)]
+fn panels<const P: usize>(weight: &Linear, group: usize, block: usize, first: usize) -> [Panel<'_>; P] {
+    let num_cells = weight.inputs.div_ceil(group);
+    let num_scales = if block == 0 { 0 } else { weight.inputs.div_ceil(block) };
+    let mut panels = [Panel { cells: &[], scales: &[] }; P];
+    for (panel, p) in panels.iter_mut().zip(first..) {
+        panel.cells = &weight.packed.cells[p * num_cells..][..num_cells];
+        panel.scales = &weight.packed.scales[p * num_scales..][..num_scales];
+    }
+    panels
+}
+
+/// The values of `v` that belong to outputs in `row`, which may end within the panel.
+#[inline(always)]
+fn store<S: Lanes>(s: S, row: &mut [f32], v: S::V) {
+    match row.as_mut_array::<PANEL>() {
+        Some(row) => s.store(row, v),
+        None => {
+            let mut out = [0.0; PANEL];
+            s.store(&mut out, v);
+            row.copy_from_slice(&out[..row.len()]);
+        }
+    }
+}
+
+#[inline(always)]
+fn load<S: Lanes>(s: S, row: &[f32]) -> S::V {
+    match row.as_array::<PANEL>() {
+        Some(row) => s.load(row),
+        None => {
+            let mut values = [0.0; PANEL];
+            values[..row.len()].copy_from_slice(row);
+            s.load(&values)
+        }
+    }
+}
+
+/// At most [`FEW`] rows: codes are unpacked in registers.
+#[inline(always)]
+pub(super) fn few<S: Lanes>(s: S, work: &mut Work<'_, '_>) {
+    match work.weight.packed.format {
+        Packed::F32 => few_of::<S, F32>(s, work),
+        Packed::Bf16 => few_of::<S, Bf16>(s, work),
+        Packed::E4m3 => few_of::<S, E4m3>(s, work),
+        Packed::E2m1 => few_of::<S, E2m1>(s, work),
+    }
+}
+
+#[inline(always)]
+fn few_of<S: Lanes, F: Format<S>>(s: S, work: &mut Work<'_, '_>) {
+    let first = work.y.columns().start / PANEL;
+    // Several panels at a time, for more chains than the latency of a multiply-add and for several streams of weights;
+    // codes need registers of their own.
+    match (work.x.len(), F::BLOCK == 0) {
+        (0, _) => {}
+        (1, true) => {
+            let first = few_rows::<S, F, 1, 4>(s, work, first);
+            few_rows::<S, F, 1, 1>(s, work, first);
+        }
+        (1, false) => {
+            let first = few_rows::<S, F, 1, 2>(s, work, first);
+            few_rows::<S, F, 1, 1>(s, work, first);
+        }
+        (2, _) => {
+            let first = few_rows::<S, F, 2, 2>(s, work, first);
+            few_rows::<S, F, 2, 1>(s, work, first);
+        }
+        (..=FEW, _) => {
+            // One panel at a time, so that it comes from memory once.
+            for panel in first..work.y.columns().end.div_ceil(PANEL) {
+                for tile in tiles::<TILE>(0..work.x.len()) {
+                    match tile.len() {
+                        3 => few_block::<S, F, 3, 1>(s, work, panel, tile.start),
+                        4 => few_block::<S, F, 4, 1>(s, work, panel, tile.start),
+                        5 => few_block::<S, F, 5, 1>(s, work, panel, tile.start),
+                        _ => few_block::<S, F, TILE, 1>(s, work, panel, tile.start),
+                    }
+                }
+            }
+        }
+        (n, _) => unreachable!("{n} rows are not few"),
+    }
+}
+
+/// Multiplies all rows, which are R, with the panels from `first` on, P at a time; returns the first panel that is left.
+#[inline(always)]
+fn few_rows<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
+    s: S,
+    work: &mut Work<'_, '_>,
+    mut first: usize,
+) -> usize {
+    while first + P <= work.y.columns().end.div_ceil(PANEL) {
+        few_block::<S, F, R, P>(s, work, first, 0);
+        first += P;
+    }
+    first
+}
+
+/// Multiplies R rows from `row` on with P panels from `first` on.
+#[inline(always)]
+fn few_block<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
+    s: S,
+    work: &mut Work<'_, '_>,
+    first: usize,
+    row: usize,
+) {
+    let mut x = [work.x.row(row); R];
+    for r in 1..R {
+        x[r] = work.x.row(row + r);
+    }
+    let end = work.y.columns().end;
+    let mut acc = [[s.zero(); P]; R];
+    multiply::<S, F, R, P>(s, x, panels::<P>(work.weight, F::GROUP, F::BLOCK, first), &mut acc);
+    for r in 0..R {
+        for p in 0..P {
+            let from = (first + p) * PANEL;
+            store(s, work.y.row(row + r, from..end.min(from + PANEL)), acc[r][p]);
+        }
+    }
+}
+
+/// Any number of rows: a block of a panel's inputs is unpacked once and multiplied with a block of rows, at most R at a
+/// time, with P panels.
+#[inline(always)]
+pub(super) fn many<S: Lanes, const R: usize, const P: usize>(s: S, work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    match work.weight.packed.format {
+        Packed::F32 => many_of::<S, F32, R, P>(s, work, scratch),
+        Packed::Bf16 => many_of::<S, Bf16, R, P>(s, work, scratch),
+        Packed::E4m3 => many_of::<S, E4m3, R, P>(s, work, scratch),
+        Packed::E2m1 => many_of::<S, E2m1, R, P>(s, work, scratch),
+    }
+}
+
+#[inline(always)]
+fn many_of<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
+    s: S,
+    work: &mut Work<'_, '_>,
+    scratch: &mut Scratch,
+) {
+    let (num_rows, inputs) = (work.x.len(), work.weight.inputs);
+    let columns = work.y.columns();
+    let last = columns.end.div_ceil(PANEL);
+    if F::GROUP > 1 && scratch.panel.len() < P * BLOCK_INPUTS {
+        scratch.panel.resize(P * BLOCK_INPUTS, Cell([0; PANEL]));
+    }
+    let room = num_rows.min(BLOCK_ROWS) * ROW_STRIDE;
+    if scratch.rows.len() < room {
+        scratch.rows.resize(room, 0.0);
+    }
+    for row in (0..num_rows).step_by(BLOCK_ROWS) {
+        let rows = row..num_rows.min(row + BLOCK_ROWS);
+        for from in (0..inputs.max(1)).step_by(BLOCK_INPUTS) {
+            let block = from..inputs.min(from + BLOCK_INPUTS);
+            for (row, to) in rows.clone().zip(scratch.rows.chunks_exact_mut(ROW_STRIDE)) {
+                to[..block.len()].copy_from_slice(&work.x.row(row)[block.clone()]);
+            }
+            let mut first = columns.start / PANEL;
+            while first < last {
+                if first + P <= last {
+                    panel_block::<S, F, R, P>(s, work, scratch, rows.clone(), block.clone(), first);
+                    first += P;
+                } else {
+                    panel_block::<S, F, R, 1>(s, work, scratch, rows.clone(), block.clone(), first);
+                    first += 1;
+                }
+            }
+        }
+    }
+}
+
+/// Cuts rows into as few tiles of at most R as there can be, as even as they can be: small ones leave the arithmetic
+/// waiting.
+fn tiles<const R: usize>(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let (n, num_tiles) = (rows.len(), rows.len().div_ceil(R));
+    (0..num_tiles).map(move |i| rows.start + n * i / num_tiles..rows.start + n * (i + 1) / num_tiles)
+}
+
+#[inline(always)]
+fn panel_block<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
+    s: S,
+    work: &mut Work<'_, '_>,
+    scratch: &mut Scratch,
+    rows: Range<usize>,
+    inputs: Range<usize>,
+    first: usize,
+) {
+    let whole = panels::<P>(work.weight, F::GROUP, F::BLOCK, first);
+    let cells = inputs.start / F::GROUP..inputs.end.div_ceil(F::GROUP);
+    let mut blocks = [Panel { cells: &[], scales: &[] }; P];
+    if F::GROUP == 1 {
+        for p in 0..P {
+            blocks[p].cells = &whole[p].cells[cells.clone()];
+        }
+    } else {
+        for p in 0..P {
+            let scales: &[_] = match F::BLOCK {
+                0 => &[],
+                block => &whole[p].scales[inputs.start / block..inputs.end.div_ceil(block)],
+            };
+            let panel = Panel { cells: &whole[p].cells[cells.clone()], scales };
+            unpack::<S, F>(s, panel, &mut scratch.panel[p * BLOCK_INPUTS..][..BLOCK_INPUTS]);
+        }
+        for p in 0..P {
+            blocks[p].cells = &scratch.panel[p * BLOCK_INPUTS..][..inputs.len()];
+        }
+    }
+    for tile in tiles::<R>(rows.clone()) {
+        let part = Tile { rows: &scratch.rows[(tile.start - rows.start) * ROW_STRIDE..], inputs: inputs.len() };
+        let (row, go_on) = (tile.start, inputs.start > 0);
+        match tile.len() {
+            1 => block_rows::<S, 1, P>(s, work, part, blocks, go_on, first, row),
+            2 => block_rows::<S, 2, P>(s, work, part, blocks, go_on, first, row),
+            3 => block_rows::<S, 3, P>(s, work, part, blocks, go_on, first, row),
+            4 => block_rows::<S, 4, P>(s, work, part, blocks, go_on, first, row),
+            5 if R > 4 => block_rows::<S, 5, P>(s, work, part, blocks, go_on, first, row),
+            6 if R > 4 => block_rows::<S, 6, P>(s, work, part, blocks, go_on, first, row),
+            7 if R > 6 => block_rows::<S, 7, P>(s, work, part, blocks, go_on, first, row),
+            8 if R > 6 => block_rows::<S, 8, P>(s, work, part, blocks, go_on, first, row),
+            9 if R > 6 => block_rows::<S, 9, P>(s, work, part, blocks, go_on, first, row),
+            10 if R > 6 => block_rows::<S, 10, P>(s, work, part, blocks, go_on, first, row),
+            11 if R > 6 => block_rows::<S, 11, P>(s, work, part, blocks, go_on, first, row),
+            12 if R > 6 => block_rows::<S, 12, P>(s, work, part, blocks, go_on, first, row),
+            n => unreachable!("tiles of at most {R} rows, not {n}"),
+        }
+    }
+}
+
+/// Multiplies R rows from `row` on, copied to `x`, with a block of inputs; `go_on` from what `y` holds.
+#[inline(always)]
+fn block_rows<S: Lanes, const R: usize, const P: usize>(
+    s: S,
+    work: &mut Work<'_, '_>,
+    x: Tile<'_>,
+    blocks: [Panel<'_>; P],
+    go_on: bool,
+    first: usize,
+    row: usize,
+) {
+    let end = work.y.columns().end;
+    let of = |p: usize| (first + p) * PANEL..end.min((first + p + 1) * PANEL);
+    let mut acc = [[s.zero(); P]; R];
+    if go_on {
+        for r in 0..R {
+            for p in 0..P {
+                acc[r][p] = load(s, work.y.row(row + r, of(p)));
+            }
+        }
+    }
+    multiply::<S, F32, R, P>(s, x, blocks, &mut acc);
+    for r in 0..R {
+        for p in 0..P {
+            store(s, work.y.row(row + r, of(p)), acc[r][p]);
+        }
+    }
+}
+
+/// Writes the weights of a panel as f32, one cell an input. Inputs that fill up the last cell give zeros or rubbish that
+/// nobody reads.
+#[inline(always)]
+fn unpack<S: Lanes, F: Format<S>>(s: S, panel: Panel<'_>, out: &mut [Cell]) {
+    let cells_per_block = if F::BLOCK == 0 { panel.cells.len().max(1) } else { F::BLOCK / F::GROUP };
+    let blocks = panel.cells.chunks(cells_per_block).zip(out.chunks_mut(cells_per_block * F::GROUP));
+    for (block, (cells, out)) in blocks.enumerate() {
+        let scale = if F::BLOCK == 0 { s.zero() } else { F::scale(s, &panel.scales[block]) };
+        for (cell, out) in cells.iter().zip(out.chunks_exact_mut(F::GROUP)) {
+            let ready = F::ready(s, s.cell(cell));
+            macro_rules! input {
+                ($j:literal) => {
+                    if let Some(out) = out.get_mut($j) {
+                        let mut values = [0.0; PANEL];
+                        s.store(&mut values, F::at::<$j>(s, ready, scale));
+                        out.0 = values.map(f32::to_bits);
+                    }
+                };
+            }
+            input!(0);
+            input!(1);
+            input!(2);
+            input!(3);
+            input!(4);
+            input!(5);
+            input!(6);
+            input!(7);
+        }
+    }
+}
