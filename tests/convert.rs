@@ -104,7 +104,9 @@ fn golden_v4_the_engine_loads_tensor_by_tensor_what_it_loads_whole() {
         assert_eq!(streamed.len(), whole.len());
         for (name, tensor) in streamed {
             let want = &whole[&name];
-            assert_eq!(tensor.data.format(), want.data.format(), "{name}");
+            // What the files hold in bf16 or FP8 stays so; the case's own weights are plain values.
+            let codes = |tensor: &HostTensor| tensor.data.format() == Format::Mxfp4;
+            assert_eq!(codes(&tensor), codes(want), "{name}");
             // Codes may spell one value in two ways.
             assert!(tensor.into_f32() == want.clone().into_f32(), "{}: {name}", case.name);
         }

@@ -2,7 +2,10 @@
 //! same bits.
 
 use rollout::kv_cache::KvCache;
-use rollout::model::{ForwardOutput, LayerKind, Model, Segment, Trace, Values, Workspace};
+use rollout::model::checkpoint::Format;
+use rollout::model::{
+    ForwardOutput, HostTensor, LayerKind, Model, Segment, Trace, Values, Weights, Workspace, to_engine_format,
+};
 
 use crate::golden::{Case, Recorded, cases, check_traces, copies, print_table};
 
@@ -52,6 +55,33 @@ fn chunked(model: &Model, tokens: &[u32], sizes: &[usize]) -> (Vec<f32>, Vec<f32
         from += size;
     }
     (logits, mtp_logits)
+}
+
+/// Weights in bf16 and FP8 stay what they are in the engine: it computes on their values, to the bit.
+#[test]
+fn golden_v4_engine_computes_on_bf16_and_fp8_as_on_their_values() {
+    for case in cases() {
+        for format in [Format::Bf16, Format::Fp8] {
+            let is_matrix = |tensor: &HostTensor| tensor.shape.len() == 2 && tensor.data.format() != Format::I64;
+            let stored = case.weights.clone().into_iter().map(|(name, tensor)| {
+                let tensor = if is_matrix(&tensor) { tensor.into_format(format) } else { tensor };
+                (name, tensor)
+            });
+            let stored: Weights = stored.collect();
+            let values = stored.iter().map(|(name, tensor)| (name.clone(), tensor.clone().into_f32())).collect();
+            let [packed, plain] =
+                [stored, values].map(|w| Model::new(&case.config, 0, &to_engine_format(&case.config, w)));
+            assert!(packed.num_bytes() < plain.num_bytes(), "{}: {format:?} takes as much room as f32", case.name);
+            let tokens: Vec<u32> = (0..60).map(|i| i * 7 % case.config.vocab_size as u32).collect();
+            let sizes = [30, 1, 1, 28];
+            assert_eq!(
+                chunked(&packed, &tokens, &sizes),
+                chunked(&plain, &tokens, &sizes),
+                "{}, {format:?}",
+                case.name
+            );
+        }
+    }
 }
 
 #[test]

@@ -1,12 +1,11 @@
 //! Attention of one row over its window and its compressed entries, with one sink per head (v4/SPEC section 4).
 //! Shapes: H heads, c channels, one shared key/value head: queries `[H, c]`, entries `[_, c]`.
 
+use crate::lanes::{LANES, Lanes, load, store};
 use crate::math::{dots, exp, max, sum};
 
 /// Heads that are done together, so that keys are read once for all of them.
-const HEADS: usize = 4;
-/// Channels of the result that are summed in registers.
-const CHANNELS: usize = 16;
+pub const HEADS: usize = 4;
 
 /// What a row attends to: all of the window, then some of the compressed entries.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +26,7 @@ vectorised! {
     ///
     /// # Panics
     /// When the sizes do not fit.
-    pub fn attend(q: &[f32], keys: Keys<'_>, sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32]) {
+    pub fn attend(lanes s; q: &[f32], keys: Keys<'_>, sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32]) {
         let c = q.len() / sink.len();
         assert!(keys.window.len().is_multiple_of(c) && out.len() == q.len(), "{} queries, {} out", q.len(), out.len());
         let mut done = 0;
@@ -36,9 +35,9 @@ vectorised! {
             let channels = done * c..(done + heads) * c;
             let (q, sink, out) = (&q[channels.clone()], &sink[done..done + heads], &mut out[channels]);
             if heads == HEADS {
-                attend_together::<HEADS>(q, keys, sink, scores, out);
+                attend_together::<S, HEADS>(s, q, keys, sink, scores, out);
             } else {
-                attend_together::<1>(q, keys, sink, scores, out);
+                attend_together::<S, 1>(s, q, keys, sink, scores, out);
             }
             done += heads;
         }
@@ -46,7 +45,14 @@ vectorised! {
 }
 
 #[inline(always)]
-fn attend_together<const N: usize>(q: &[f32], keys: Keys<'_>, sink: &[f32], scores: &mut Vec<f32>, out: &mut [f32]) {
+fn attend_together<S: Lanes, const N: usize>(
+    s: S,
+    q: &[f32],
+    keys: Keys<'_>,
+    sink: &[f32],
+    scores: &mut Vec<f32>,
+    out: &mut [f32],
+) {
     let c = q.len() / N;
     let window = keys.window;
     let num_window = window.len() / c;
@@ -59,13 +65,13 @@ fn attend_together<const N: usize>(q: &[f32], keys: Keys<'_>, sink: &[f32], scor
         heads[n] = &q[n * c..][..c];
     }
     for (j, kv) in window.chunks_exact(c).enumerate() {
-        let scored = dots(heads, kv);
+        let scored = dots(s, heads, kv);
         for n in 0..N {
             scores[n * num_keys + j] = scored[n] * scale;
         }
     }
     for (j, &pick) in keys.picks.iter().enumerate() {
-        let scored = dots(heads, entry(pick));
+        let scored = dots(s, heads, entry(pick));
         for n in 0..N {
             scores[n * num_keys + num_window + j] = scored[n] * scale;
         }
@@ -81,46 +87,32 @@ fn attend_together<const N: usize>(q: &[f32], keys: Keys<'_>, sink: &[f32], scor
             *score *= inverse;
         }
     }
+    let mut rows: [&[f32]; N] = [&[]; N];
+    for n in 0..N {
+        rows[n] = &scores[n * num_keys..][..num_keys];
+    }
     let mut from = 0;
-    while from + CHANNELS <= c {
-        let mut sums = [[0.0f32; CHANNELS]; N];
-        let mut rows: [&[f32]; N] = [&[]; N];
-        for n in 0..N {
-            rows[n] = &scores[n * num_keys..][..num_keys];
-        }
+    while from < c {
+        let width = (c - from).min(LANES);
+        let mut sums = [s.zero(); N];
         for (j, kv) in window.chunks_exact(c).enumerate() {
-            add_key(&mut sums, rows, j, &kv[from..]);
+            add_key(s, &mut sums, rows, j, &kv[from..from + width]);
         }
         for (j, &pick) in keys.picks.iter().enumerate() {
-            add_key(&mut sums, rows, num_window + j, &entry(pick)[from..]);
+            add_key(s, &mut sums, rows, num_window + j, &entry(pick)[from..from + width]);
         }
         for n in 0..N {
-            out[n * c + from..][..CHANNELS].copy_from_slice(&sums[n]);
+            store(s, &mut out[n * c + from..][..width], sums[n]);
         }
-        from += CHANNELS;
-    }
-    for channel in from..c {
-        for n in 0..N {
-            let mut sum = 0.0f32;
-            for (j, kv) in window.chunks_exact(c).enumerate() {
-                sum = scores[n * num_keys + j].mul_add(kv[channel], sum);
-            }
-            for (j, &pick) in keys.picks.iter().enumerate() {
-                sum = scores[n * num_keys + num_window + j].mul_add(entry(pick)[channel], sum);
-            }
-            out[n * c + channel] = sum;
-        }
+        from += width;
     }
 }
 
 /// `sums[n] += scores[n][j] * kv`.
 #[inline(always)]
-fn add_key<const N: usize>(sums: &mut [[f32; CHANNELS]; N], scores: [&[f32]; N], j: usize, kv: &[f32]) {
-    let kv = &kv[..CHANNELS];
+fn add_key<S: Lanes, const N: usize>(s: S, sums: &mut [S::V; N], scores: [&[f32]; N], j: usize, kv: &[f32]) {
+    let kv = load(s, kv);
     for n in 0..N {
-        let p = scores[n][j];
-        for i in 0..CHANNELS {
-            sums[n][i] = p.mul_add(kv[i], sums[n][i]);
-        }
+        sums[n] = s.fma(s.splat(scores[n][j]), kv, sums[n]);
     }
 }

@@ -65,25 +65,33 @@ pub fn set_backend(backend: Backend) -> bool {
     backend.is_available()
 }
 
-/// Compiles one body for every backend and picks at the call.
+/// Compiles one body for every backend and picks at the call. With `lanes s;` before the arguments, the body is generic
+/// over [`Lanes`](crate::lanes::Lanes) and gets those of the backend as `s`.
 ///
 /// The body spells its lanes out and its multiply-adds too ([`f32::mul_add`]), so the backends agree to the bit. What it
 /// calls must be `#[inline(always)]`: a function, or a closure, that stays a call has none of the backend's instructions.
 macro_rules! vectorised {
     ($(#[$meta:meta])* pub fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        vectorised! {
+            $(#[$meta])* pub fn $name(lanes _lanes; $($arg: $ty),*) $(-> $ret)? $body
+        }
+    };
+    ($(#[$meta:meta])* pub fn $name:ident(lanes $lanes:ident; $($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         pub fn $name($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
-            fn body($($arg: $ty),*) $(-> $ret)? $body
+            fn body<S: $crate::lanes::Lanes>($lanes: S, $($arg: $ty),*) $(-> $ret)? $body
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma")]
                 fn avx2($($arg: $ty),*) $(-> $ret)? {
-                    body($($arg),*)
+                    // SAFETY: this function has these features.
+                    body(unsafe { $crate::lanes::Avx2::assume() }, $($arg),*)
                 }
                 #[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
                 fn avx512($($arg: $ty),*) $(-> $ret)? {
-                    body($($arg),*)
+                    // SAFETY: this function has these features.
+                    body(unsafe { $crate::lanes::Avx512::assume() }, $($arg),*)
                 }
                 match $crate::dispatch::backend() {
                     // SAFETY: the backend is in use only where the CPU reported what `is_available` asks for.
@@ -93,7 +101,7 @@ macro_rules! vectorised {
                     $crate::dispatch::Backend::Scalar => {}
                 }
             }
-            body($($arg),*)
+            body($crate::lanes::Scalar, $($arg),*)
         }
     };
 }

@@ -1,6 +1,7 @@
 //! Manifold-constrained hyper-connections, mHC (arXiv:2512.24880; v4/SPEC section 3).
 //! Shapes: N streams, D width; streams `[N, D]` of one row.
 
+use crate::lanes::{LANES, Lanes, load, store};
 use crate::math::{exp, sigmoid};
 
 /// Upper bound on the number of streams, so that a row's mixing matrix sits in registers and stack.
@@ -95,60 +96,52 @@ fn columns<const W: usize>(c: &mut [[f32; W]; W], n: usize, eps: f32) {
     }
 }
 
-/// Channels that are mixed in registers.
-const CHANNELS: usize = 16;
-
 vectorised! {
     /// `x = sum_n pre[n] * streams[n]`: the sub-layer's input.
-    pub fn collapse(streams: &[f32], pre: &[f32], x: &mut [f32]) {
+    pub fn collapse(lanes s; streams: &[f32], pre: &[f32], x: &mut [f32]) {
         let d = x.len();
-        for (from, x) in (0..d).step_by(CHANNELS).zip(x.chunks_mut(CHANNELS)) {
-            let mut sums = [0.0f32; CHANNELS];
+        for (from, x) in (0..d).step_by(LANES).zip(x.chunks_mut(LANES)) {
+            let mut sum = s.zero();
             for (stream, pre) in streams.chunks_exact(d).zip(pre) {
-                mix(&mut sums, *pre, &stream[from..][..x.len()]);
+                sum = s.fma(s.splat(*pre), load(s, &stream[from..from + x.len()]), sum);
             }
-            x.copy_from_slice(&sums[..x.len()]);
+            store(s, x, sum);
         }
     }
 }
 
 vectorised! {
     /// `streams'[k] = post[k] * y + sum_j comb[j, k] * streams[j]`: contracts the first index of `comb`.
-    pub fn expand(streams: &mut [f32], y: &[f32], post: &[f32], comb: &[f32]) {
+    pub fn expand(lanes s; streams: &mut [f32], y: &[f32], post: &[f32], comb: &[f32]) {
         let (n, d) = (post.len(), y.len());
         assert!(n <= MAX_STREAMS && streams.len() == n * d, "{} values of {n} streams", streams.len());
-        for (from, y) in (0..d).step_by(CHANNELS).zip(y.chunks(CHANNELS)) {
-            let mut new = [[0.0f32; CHANNELS]; MAX_STREAMS];
-            for k in 0..n {
-                for (new, y) in new[k].iter_mut().zip(y) {
-                    *new = post[k] * y;
-                }
-            }
-            for (j, stream) in streams.chunks_exact(d).enumerate() {
-                for k in 0..n {
-                    mix(&mut new[k], comb[j * n + k], &stream[from..][..y.len()]);
-                }
-            }
-            for (stream, new) in streams.chunks_exact_mut(d).zip(&new) {
-                stream[from..][..y.len()].copy_from_slice(&new[..y.len()]);
-            }
+        if n == 4 {
+            expand_streams::<S, 4>(s, streams, y, post, comb);
+        } else {
+            expand_streams::<S, MAX_STREAMS>(s, streams, y, post, comb);
         }
     }
 }
 
-/// `sums += a * x`.
+/// [`expand`] for at most N streams.
 #[inline(always)]
-fn mix(sums: &mut [f32; CHANNELS], a: f32, x: &[f32]) {
-    match x.as_array::<CHANNELS>() {
-        Some(x) => {
-            for i in 0..CHANNELS {
-                sums[i] = a.mul_add(x[i], sums[i]);
+fn expand_streams<S: Lanes, const N: usize>(s: S, streams: &mut [f32], y: &[f32], post: &[f32], comb: &[f32]) {
+    let (n, d) = (post.len(), y.len());
+    for (from, y) in (0..d).step_by(LANES).zip(y.chunks(LANES)) {
+        let channels = from..from + y.len();
+        let y = load(s, y);
+        let mut new = [s.zero(); N];
+        for k in 0..n {
+            new[k] = s.mul(s.splat(post[k]), y);
+        }
+        for (j, stream) in streams.chunks_exact(d).enumerate() {
+            let old = load(s, &stream[channels.clone()]);
+            for k in 0..n {
+                new[k] = s.fma(s.splat(comb[j * n + k]), old, new[k]);
             }
         }
-        None => {
-            for (sum, x) in sums.iter_mut().zip(x) {
-                *sum = a.mul_add(*x, *sum);
-            }
+        for (stream, new) in streams.chunks_exact_mut(d).zip(new) {
+            store(s, &mut stream[channels.clone()], new);
         }
     }
 }
@@ -164,8 +157,8 @@ vectorised! {
 
 vectorised! {
     /// `z *= 1 / sqrt(mean(v^2) + eps)`: one RMS over all N D values of a row's streams.
-    pub fn scale_by_inverse_rms(z: &mut [f32], v: &[f32], eps: f32) {
-        let scale = crate::norm::inverse_rms(v, eps);
+    pub fn scale_by_inverse_rms(lanes s; z: &mut [f32], v: &[f32], eps: f32) {
+        let scale = crate::norm::inverse_rms(s, v, eps);
         for z in z {
             *z *= scale;
         }

@@ -8,20 +8,20 @@ const HEADS: usize = 4;
 
 vectorised! {
     /// `score[b] = sum_n weight[n] * relu(q[n] . key[b])`: q `[n, e]`, weight `[n]`, keys `[B, e]`, scores `[B]`.
-    pub fn scores(q: &[f32], weight: &[f32], keys: &[f32], scores: &mut [f32]) {
+    pub fn scores(lanes s; q: &[f32], weight: &[f32], keys: &[f32], scores: &mut [f32]) {
         let e = q.len() / weight.len();
         for (score, key) in scores.iter_mut().zip(keys.chunks_exact(e)) {
             *score = 0.0;
             let mut n = 0;
             while n + HEADS <= weight.len() {
                 let heads = [&q[n * e..][..e], &q[(n + 1) * e..][..e], &q[(n + 2) * e..][..e], &q[(n + 3) * e..][..e]];
-                for (s, w) in dots(heads, key).into_iter().zip(&weight[n..]) {
-                    *score = w.mul_add(relu(s), *score);
+                for (dot, w) in dots(s, heads, key).into_iter().zip(&weight[n..]) {
+                    *score = w.mul_add(relu(dot), *score);
                 }
                 n += HEADS;
             }
             for (q, w) in q[n * e..].chunks_exact(e).zip(&weight[n..]) {
-                *score = w.mul_add(relu(dot(q, key)), *score);
+                *score = w.mul_add(relu(dot(s, q, key)), *score);
             }
         }
     }

@@ -5,6 +5,7 @@
 
 #[macro_use]
 mod dispatch;
+mod lanes;
 pub mod math;
 
 pub mod activation;

@@ -1,7 +1,6 @@
 //! Small pieces that the ops share; all are inlined so that each backend compiles its own.
 
-/// Lanes that sums are spread over: two AVX2 registers, one AVX-512 register.
-const LANES: usize = 16;
+use crate::lanes::{LANES, Lanes, load};
 
 /// Adds the lanes as a tree, always in the same order.
 #[inline(always)]
@@ -18,43 +17,35 @@ fn reduce(mut lanes: [f32; LANES]) -> f32 {
 
 /// `sum_i a[i] * b[i]`.
 #[inline(always)]
-pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    debug_assert_eq!(a.len(), b.len());
-    let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    let mut lanes = [0.0; LANES];
-    for (a, b) in a.iter().zip(b) {
-        for i in 0..LANES {
-            lanes[i] = a[i].mul_add(b[i], lanes[i]);
-        }
-    }
-    for (i, (a, b)) in a_tail.iter().zip(b_tail).enumerate() {
-        lanes[i] = a.mul_add(*b, lanes[i]);
-    }
-    reduce(lanes)
+pub(crate) fn dot<S: Lanes>(s: S, a: &[f32], b: &[f32]) -> f32 {
+    dots(s, [a], b)[0]
 }
 
 /// [`dot`] of several rows with one, which is read once for all of them.
 #[inline(always)]
-pub(crate) fn dots<const N: usize>(a: [&[f32]; N], b: &[f32]) -> [f32; N] {
+pub(crate) fn dots<S: Lanes, const N: usize>(s: S, a: [&[f32]; N], b: &[f32]) -> [f32; N] {
     let (chunks, tail) = b.as_chunks::<LANES>();
     let mut rows: [&[[f32; LANES]]; N] = [&[]; N];
-    let mut lanes = [[0.0f32; LANES]; N];
+    let mut lanes = [s.zero(); N];
     for n in 0..N {
+        assert_eq!(a[n].len(), b.len(), "rows differ in length");
         rows[n] = &a[n].as_chunks::<LANES>().0[..chunks.len()];
     }
     for (k, b) in chunks.iter().enumerate() {
+        let b = s.load(b);
         for n in 0..N {
-            for i in 0..LANES {
-                lanes[n][i] = rows[n][k][i].mul_add(b[i], lanes[n][i]);
-            }
+            lanes[n] = s.fma(s.load(&rows[n][k]), b, lanes[n]);
+        }
+    }
+    if !tail.is_empty() {
+        let b = load(s, tail);
+        for n in 0..N {
+            lanes[n] = s.fma(load(s, &a[n][chunks.len() * LANES..]), b, lanes[n]);
         }
     }
     let mut out = [0.0; N];
     for n in 0..N {
-        for (i, (a, b)) in a[n][chunks.len() * LANES..].iter().zip(tail).enumerate() {
-            lanes[n][i] = a.mul_add(*b, lanes[n][i]);
-        }
-        out[n] = reduce(lanes[n]);
+        out[n] = s.sum(lanes[n]);
     }
     out
 }
@@ -137,6 +128,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lanes::Scalar;
 
     #[test]
     fn exp_is_within_two_ulp() {
@@ -157,9 +149,8 @@ mod tests {
         for n in 0..70usize {
             let x: Vec<f32> = (0..n).map(|i| i as f32).collect();
             assert_eq!(sum(&x), (n * n.saturating_sub(1) / 2) as f32);
-            assert_eq!(dot(&x, &vec![2.0; n]), (n * n.saturating_sub(1)) as f32);
-            let [a, b] = dots([&x, &vec![1.0; n]], &vec![2.0; n]);
-            assert_eq!((a, b), (dot(&x, &vec![2.0; n]), 2.0 * n as f32));
+            let [a, b] = dots(Scalar, [&x, &vec![1.0; n]], &vec![2.0; n]);
+            assert_eq!((a, b), ((n * n.saturating_sub(1)) as f32, 2.0 * n as f32));
             assert_eq!(max(&x), if n == 0 { f32::NEG_INFINITY } else { (n - 1) as f32 });
         }
     }

@@ -11,9 +11,11 @@ use std::thread::{JoinHandle, Thread};
 /// The largest pool.
 pub const MAX_THREADS: usize = 1024;
 
-/// Turns of a busy wait before a thread goes to sleep (a worker) or lets others run (the caller): some tens of
-/// microseconds, longer than the gaps between the parallel regions of a forward pass.
-const SPINS: usize = 4_000;
+/// Turns of a busy wait, some microseconds: longer than the parts of a region differ.
+const SPINS: usize = 250;
+/// Turns of a wait that lets others run, so that threads which share a core hand it over, before a worker goes to sleep:
+/// together longer than the gaps between the regions of a forward pass.
+const YIELDS: usize = 100;
 
 /// A job as the threads see it: called with the thread's number.
 type Job = dyn Fn(usize) + Sync;
@@ -116,6 +118,7 @@ impl Pool {
     }
 }
 
+/// Waits for a turn, the longer it takes the more politely.
 fn wait(turns: &mut usize) {
     *turns += 1;
     if *turns < SPINS {
@@ -135,9 +138,8 @@ impl Shared {
         loop {
             let mut turns = 0;
             while self.epoch.load(Ordering::Acquire) == seen {
-                turns += 1;
-                if turns < SPINS {
-                    std::hint::spin_loop();
+                if turns < SPINS + YIELDS {
+                    wait(&mut turns);
                     continue;
                 }
                 let asleep = &self.asleep[t - 1];

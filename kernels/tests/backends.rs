@@ -2,7 +2,7 @@
 //! vector width. One test in a binary of its own: the backend is a setting of the whole process.
 
 use kernels::hyper_connection::{self as hc, Gates};
-use kernels::{Backend, activation, attention, backend, compressor, indexer, logits, norm, rope, set_backend};
+use kernels::{Backend, activation, attention, backend, compressor, indexer, logits, norm, quant, rope, set_backend};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -84,6 +84,12 @@ fn all_ops(width: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
     let (top, total) = logits::softmax_parts(&mut probabilities, 0.7);
     probabilities.extend([top, total]);
     out.push(("softmax_parts", probabilities));
+
+    let codes = |bytes: &[u8]| bytes.iter().map(|&byte| f32::from(byte)).collect::<Vec<f32>>();
+    let mxfp4 = quant::quantize_mxfp4(&values(4 * quant::MXFP4_BLOCK, seed + 14));
+    out.push(("quantize_mxfp4", codes(&[mxfp4.codes, mxfp4.scales].concat())));
+    let fp8 = quant::quantize_fp8(&x, rows, width);
+    out.push(("quantize_fp8", codes(&[fp8.codes, fp8.scales].concat())));
 
     out
 }

@@ -180,7 +180,10 @@ impl Engine {
                 return Err(GenerateError::TooLong { row, tokens, response, context });
             }
         }
-        let finished = Worker::new(self, options, progress).run(requests.iter().enumerate().collect())?;
+        let mut worker = Worker::new(self, options, progress);
+        let longest = requests.iter().map(|request| request.prompt_tokens.len()).max().unwrap_or(0);
+        worker.workspace.reserve(&self.config, longest + options.max_response_tokens.min(RESERVED_TOKENS));
+        let finished = worker.run(requests.iter().enumerate().collect())?;
         let mut groups: Vec<Option<Group>> = requests.iter().map(|_| None).collect();
         for (index, group) in finished {
             groups[index] = Some(group);

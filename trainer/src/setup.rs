@@ -136,7 +136,9 @@ impl Inputs {
             .map(|(_, shape)| shape.iter().product::<usize>())
             .sum();
         let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / (1 << 20) as f64);
-        let engine = Model::new(&self.config, 0, &to_engine_format(&self.config, self.weights.clone())).num_bytes();
+        // As after an update: of plain values, whatever the checkpoint stores.
+        let masters = self.weights.iter().map(|(name, tensor)| (name.clone(), tensor.clone().into_f32())).collect();
+        let engine = Model::new(&self.config, 0, &to_engine_format(&self.config, masters)).num_bytes();
         let leaves = if self.config.experts_are_fp4() { 4 * experts } else { 0 };
         let longest = |book: &PromptBook| book.tokens.iter().map(|t| t.len()).max().unwrap_or(0);
         let response = recipe.rollout.max_response_tokens;

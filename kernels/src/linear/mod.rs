@@ -5,47 +5,21 @@
 //! holding the next one, two, four or eight weights of output i. So one load of a cell feeds all lanes, and codes turn
 //! into f32 by shifts and table look-ups in registers.
 
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
-mod lanes;
-mod scalar;
+mod format;
 mod tile;
 
+use crate::lanes::LANES;
 use crate::pool::ColumnPart;
 use crate::quant::{FP8_TILE, Fp8, MXFP4_BLOCK, Mxfp4, num_tiles};
-use crate::{Backend, backend};
 
-pub use tile::{Kernels, Scratch};
+pub use tile::{ProductFn, Scratch};
 
 /// Outputs that are computed together: one panel of the packed weight.
-pub const PANEL: usize = 16;
+pub const PANEL: usize = LANES;
 
 /// Every backend this machine can run: `scalar`, the reference, first; the fastest last.
-pub fn backends() -> Vec<(&'static str, &'static Kernels)> {
-    let mut table = vec![("scalar", &scalar::KERNELS)];
-    #[cfg(target_arch = "x86_64")]
-    {
-        table.extend(avx2::probe().map(|kernels| ("avx2", kernels)));
-        table.extend(avx512::probe().map(|kernels| ("avx512", kernels)));
-    }
-    table
-}
-
-fn kernels() -> &'static Kernels {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let vector = match backend() {
-            Backend::Scalar => None,
-            Backend::Avx2 => avx2::probe(),
-            Backend::Avx512 => avx512::probe(),
-        };
-        if let Some(kernels) = vector {
-            return kernels;
-        }
-    }
-    &scalar::KERNELS
+pub fn backends() -> Vec<(&'static str, ProductFn)> {
+    tile::backends()
 }
 
 /// Sixteen dwords of weights, one per output of a panel; one cache line.
@@ -94,6 +68,11 @@ pub struct Linear {
     outputs: usize,
     inputs: usize,
     packed: Storage,
+}
+
+/// Whether the kernels give the values of FP8 codes exactly: no code is NaN, and no scale is above 2^7.
+pub fn fp8_is_exact(codes: &[u8], scales: &[u8]) -> bool {
+    codes.iter().all(|code| code & 0x7f != 0x7f) && scales.iter().all(|&scale| scale <= 127 + 7)
 }
 
 /// Rows of inputs, `stride` values apart, or a choice of them.
@@ -206,15 +185,14 @@ impl Linear {
         out
     }
 
-    /// Packs an FP8 matrix; the codes stay codes. `None` where the kernels would not give its values exactly: a code is
-    /// NaN, or a scale is above 2^7.
+    /// Packs an FP8 matrix; the codes stay codes. `None` where [`fp8_is_exact`] says no.
     ///
     /// # Panics
     /// When codes or scales do not fill the shape.
     pub fn from_fp8(outputs: usize, inputs: usize, m: &Fp8) -> Option<Self> {
         assert_eq!(m.codes.len(), outputs * inputs, "codes do not fill [{outputs}, {inputs}]");
         assert_eq!(m.scales.len(), num_tiles(outputs, inputs), "scales do not fill [{outputs}, {inputs}]");
-        if m.codes.iter().any(|code| code & 0x7f == 0x7f) || m.scales.iter().any(|&scale| scale > 127 + 7) {
+        if !fp8_is_exact(&m.codes, &m.scales) {
             return None;
         }
         let mut out = Self::empty(outputs, inputs, Packed::E4m3, FP8_TILE);
@@ -315,14 +293,14 @@ impl Linear {
     /// # Panics
     /// When rows or columns do not fit, or the columns do not begin at a panel.
     pub fn forward(&self, x: Rows<'_>, y: &mut ColumnPart<'_>, scratch: &mut Scratch) {
-        self.forward_with(kernels(), x, y, scratch);
+        self.forward_with(tile::product, x, y, scratch);
     }
 
     /// [`Linear::forward`] on one of [`backends`].
     ///
     /// # Panics
     /// As [`Linear::forward`].
-    pub fn forward_with(&self, kernels: &Kernels, x: Rows<'_>, y: &mut ColumnPart<'_>, scratch: &mut Scratch) {
+    pub fn forward_with(&self, product: ProductFn, x: Rows<'_>, y: &mut ColumnPart<'_>, scratch: &mut Scratch) {
         let columns = y.columns();
         assert_eq!(x.width, self.inputs, "rows of {} for {} inputs", x.width, self.inputs);
         if columns.is_empty() || x.is_empty() {
@@ -336,9 +314,7 @@ impl Linear {
             "columns {columns:?} of {} do not end with a panel",
             self.outputs
         );
-        let few = x.len() <= tile::FEW;
-        let mut work = tile::Work { weight: self, x, y };
-        if few { (kernels.few)(&mut work) } else { (kernels.many)(&mut work, scratch) }
+        product(&mut tile::Work { weight: self, x, y }, scratch);
     }
 }
 

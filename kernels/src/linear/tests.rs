@@ -48,7 +48,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| if x.is_nan() { f32::NAN } else { x + 0.0 }.to_bits()).collect()
 }
 
-fn run(kernels: &Kernels, w: &Linear, x: &[f32]) -> Vec<f32> {
+fn run(kernels: ProductFn, w: &Linear, x: &[f32]) -> Vec<f32> {
     let rows = Rows::new(x, w.inputs());
     let mut y = vec![f32::NAN; rows.len() * w.outputs()];
     w.forward_with(kernels, rows, &mut ColumnPart::new(&mut y, 0..w.outputs()), &mut Scratch::default());

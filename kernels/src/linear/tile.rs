@@ -6,12 +6,16 @@
 
 use std::ops::Range;
 
-use super::lanes::{Bf16, E2m1, E4m3, F32, Format, Lanes};
+use super::format::{Bf16, E2m1, E4m3, F32, Format};
 use super::{Cell, Linear, PANEL, Packed, Rows};
+#[cfg(target_arch = "x86_64")]
+use crate::lanes::{Avx2, Avx512};
+use crate::lanes::{Lanes, Scalar, load, store};
 use crate::pool::ColumnPart;
+use crate::{Backend, backend};
 
 /// Rows that are multiplied with codes unpacked in registers; for more of them a panel is unpacked first.
-pub(super) const FEW: usize = 18;
+const FEW: usize = 18;
 /// Of those, how many at a time.
 const TILE: usize = 6;
 /// Inputs that are multiplied at a time for many rows: a panel of them (16 KiB) stays in the first-level cache.
@@ -35,16 +39,62 @@ pub struct Scratch {
     rows: Vec<f32>,
 }
 
-/// The two forms of a product in a backend: codes unpacked in registers, or panel by panel.
-pub struct Kernels {
-    pub(super) few: fn(&mut Work<'_, '_>),
-    pub(super) many: fn(&mut Work<'_, '_>, &mut Scratch),
+/// The product in one backend.
+pub type ProductFn = fn(&mut Work<'_, '_>, &mut Scratch);
+
+/// Every backend this machine can run: `scalar`, the reference, first; the fastest last.
+pub(super) fn backends() -> Vec<(&'static str, ProductFn)> {
+    let mut table: Vec<(&'static str, ProductFn)> = vec![("scalar", scalar)];
+    #[cfg(target_arch = "x86_64")]
+    {
+        // SAFETY: these are handed out only where the CPU has what they need.
+        table.extend(Backend::Avx2.is_available().then_some(("avx2", (|w, s| unsafe { avx2(w, s) }) as ProductFn)));
+        // SAFETY: as above.
+        table.extend(
+            Backend::Avx512.is_available().then_some(("avx512", (|w, s| unsafe { avx512(w, s) }) as ProductFn)),
+        );
+    }
+    table
 }
 
-impl std::fmt::Debug for Kernels {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kernels")
+/// The product in the backend in use.
+pub(super) fn product(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    match backend() {
+        Backend::Scalar => scalar(work, scratch),
+        // SAFETY: a backend is in use only where the CPU has it.
+        #[cfg(target_arch = "x86_64")]
+        Backend::Avx2 => unsafe { avx2(work, scratch) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Backend::Avx512 => unsafe { avx512(work, scratch) },
+        #[cfg(not(target_arch = "x86_64"))]
+        other => unreachable!("{other:?} is not of this architecture"),
     }
+}
+
+fn scalar(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    body::<_, 4, 1>(Scalar, work, scratch);
+}
+
+/// Six rows by one panel, of two registers, fill the sixteen registers there are.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn avx2(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    // SAFETY: this function has these features.
+    body::<_, 6, 1>(unsafe { Avx2::assume() }, work, scratch);
+}
+
+/// Twelve rows by two panels, of one register each, take 24 of 32 registers.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
+fn avx512(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    // SAFETY: this function has these features.
+    body::<_, 12, 2>(unsafe { Avx512::assume() }, work, scratch);
+}
+
+#[inline(always)]
+fn body<S: Lanes, const R: usize, const P: usize>(s: S, work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+    if work.x.len() <= FEW { few(s, work) } else { many::<S, R, P>(s, work, scratch) }
 }
 
 /// One panel, or a block of its inputs.
@@ -97,7 +147,7 @@ impl<const R: usize> Inputs<R> for Tile<'_> {
     }
 }
 
-/// `acc[r][p] += x[r] . panel[p]`, input after input.
+/// `acc[r][p] += x[r] . panel[p]`, input after input; `prefetch` asks for the next panels on the way.
 ///
 /// Arrays are filled by loops here, not by closures: a closure that is not inlined has none of the backend's instructions.
 #[inline(always)]
@@ -105,6 +155,7 @@ fn multiply<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
     s: S,
     x: impl Inputs<R>,
     panels: [Panel<'_>; P],
+    prefetch: bool,
     acc: &mut [[S::V; P]; R],
 ) {
     let inputs = x.len();
@@ -142,17 +193,24 @@ fn multiply<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
             };
         }
         // SAFETY: g is below `num_cells`, the length of every panel by the assertion above.
-        let cell = |p: usize, g: usize| unsafe { panels[p].cells.get_unchecked(g) };
+        let cell = |p: usize, g: usize| &unsafe { panels[p].cells.get_unchecked(g) }.0;
         macro_rules! ready {
             () => {{
-                let mut ready = [F::ready(s, s.cell(cell(0, g))); P];
+                let mut ready = [F::ready(s, s.dwords(cell(0, g))); P];
                 for p in 1..P {
-                    ready[p] = F::ready(s, s.cell(cell(p, g)));
+                    ready[p] = F::ready(s, s.dwords(cell(p, g)));
                 }
                 ready
             }};
         }
         while g < whole {
+            if prefetch {
+                // The same cells of the next P panels, which lie behind these: the processor's own prefetching follows a
+                // panel, but not from one to the next.
+                for p in 0..P {
+                    s.prefetch(panels[p].cells.as_ptr().wrapping_add(P * num_cells + g));
+                }
+            }
             let ready = ready!();
             input!(0, ready);
             input!(1, ready);
@@ -195,34 +253,9 @@ fn panels<const P: usize>(weight: &Linear, group: usize, block: usize, first: us
     panels
 }
 
-/// The values of `v` that belong to outputs in `row`, which may end within the panel.
-#[inline(always)]
-fn store<S: Lanes>(s: S, row: &mut [f32], v: S::V) {
-    match row.as_mut_array::<PANEL>() {
-        Some(row) => s.store(row, v),
-        None => {
-            let mut out = [0.0; PANEL];
-            s.store(&mut out, v);
-            row.copy_from_slice(&out[..row.len()]);
-        }
-    }
-}
-
-#[inline(always)]
-fn load<S: Lanes>(s: S, row: &[f32]) -> S::V {
-    match row.as_array::<PANEL>() {
-        Some(row) => s.load(row),
-        None => {
-            let mut values = [0.0; PANEL];
-            values[..row.len()].copy_from_slice(row);
-            s.load(&values)
-        }
-    }
-}
-
 /// At most [`FEW`] rows: codes are unpacked in registers.
 #[inline(always)]
-pub(super) fn few<S: Lanes>(s: S, work: &mut Work<'_, '_>) {
+fn few<S: Lanes>(s: S, work: &mut Work<'_, '_>) {
     match work.weight.packed.format {
         Packed::F32 => few_of::<S, F32>(s, work),
         Packed::Bf16 => few_of::<S, Bf16>(s, work),
@@ -295,7 +328,7 @@ fn few_block<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
     }
     let end = work.y.columns().end;
     let mut acc = [[s.zero(); P]; R];
-    multiply::<S, F, R, P>(s, x, panels::<P>(work.weight, F::GROUP, F::BLOCK, first), &mut acc);
+    multiply::<S, F, R, P>(s, x, panels::<P>(work.weight, F::GROUP, F::BLOCK, first), row == 0, &mut acc);
     for r in 0..R {
         for p in 0..P {
             let from = (first + p) * PANEL;
@@ -307,7 +340,7 @@ fn few_block<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
 /// Any number of rows: a block of a panel's inputs is unpacked once and multiplied with a block of rows, at most R at a
 /// time, with P panels.
 #[inline(always)]
-pub(super) fn many<S: Lanes, const R: usize, const P: usize>(s: S, work: &mut Work<'_, '_>, scratch: &mut Scratch) {
+fn many<S: Lanes, const R: usize, const P: usize>(s: S, work: &mut Work<'_, '_>, scratch: &mut Scratch) {
     match work.weight.packed.format {
         Packed::F32 => many_of::<S, F32, R, P>(s, work, scratch),
         Packed::Bf16 => many_of::<S, Bf16, R, P>(s, work, scratch),
@@ -431,7 +464,7 @@ fn block_rows<S: Lanes, const R: usize, const P: usize>(
             }
         }
     }
-    multiply::<S, F32, R, P>(s, x, blocks, &mut acc);
+    multiply::<S, F32, R, P>(s, x, blocks, false, &mut acc);
     for r in 0..R {
         for p in 0..P {
             store(s, work.y.row(row + r, of(p)), acc[r][p]);
@@ -448,7 +481,7 @@ fn unpack<S: Lanes, F: Format<S>>(s: S, panel: Panel<'_>, out: &mut [Cell]) {
     for (block, (cells, out)) in blocks.enumerate() {
         let scale = if F::BLOCK == 0 { s.zero() } else { F::scale(s, &panel.scales[block]) };
         for (cell, out) in cells.iter().zip(out.chunks_exact_mut(F::GROUP)) {
-            let ready = F::ready(s, s.cell(cell));
+            let ready = F::ready(s, s.dwords(&cell.0));
             macro_rules! input {
                 ($j:literal) => {
                     if let Some(out) = out.get_mut($j) {

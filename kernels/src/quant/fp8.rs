@@ -1,7 +1,7 @@
 //! FP8: e4m3 codes with one power-of-two scale per tile of 128 by 128 (v4/SPEC 9.2), and the exact cast from MXFP4.
 //! Shapes: R rows, C columns; codes `[R, C]`, scales `[ceil(R/128), ceil(C/128)]` e8m0 bytes.
 
-use super::{MXFP4_BLOCK, Mxfp4, dequantize_mxfp4, e8m0_value, scalar};
+use super::{MXFP4_BLOCK, Mxfp4, dequantize_mxfp4, e8m0_value, scalar, vector};
 
 /// Rows, and columns, that share a scale.
 pub const FP8_TILE: usize = 128;
@@ -41,7 +41,11 @@ pub fn e4m3_code(x: f32) -> u8 {
 pub fn quantize_fp8(values: &[f32], rows: usize, columns: usize) -> Fp8 {
     assert_eq!(values.len(), rows * columns, "values do not fill [{rows}, {columns}]");
     let mut out = Fp8 { codes: vec![0; values.len()], scales: vec![0; num_tiles(rows, columns)] };
-    scalar::quantize_fp8(values, columns, &mut out.codes, &mut out.scales);
+    let (band, num_scales) = (FP8_TILE * columns, columns.div_ceil(FP8_TILE));
+    let bands = values.chunks(band.max(1)).zip(out.codes.chunks_mut(band.max(1)));
+    for ((values, codes), scales) in bands.zip(out.scales.chunks_mut(num_scales.max(1))) {
+        vector::quantize_fp8_band(values, columns, codes, scales);
+    }
     out
 }
 

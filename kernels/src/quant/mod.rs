@@ -3,6 +3,7 @@
 
 mod fp8;
 mod scalar;
+mod vector;
 
 pub use fp8::{FP8_TILE, Fp8, dequantize_fp8, e4m3_code, e4m3_value, mxfp4_to_fp8, num_tiles, quantize_fp8};
 
@@ -31,7 +32,18 @@ pub struct Mxfp4 {
 pub fn quantize_mxfp4(values: &[f32]) -> Mxfp4 {
     assert!(values.len().is_multiple_of(MXFP4_BLOCK), "{} values are not whole blocks of {MXFP4_BLOCK}", values.len());
     let mut out = Mxfp4 { codes: vec![0; values.len() / 2], scales: vec![0; values.len() / MXFP4_BLOCK] };
-    scalar::quantize(values, &mut out.codes, &mut out.scales);
+    vector::quantize(values, &mut out.codes, &mut out.scales);
+    out
+}
+
+/// [`quantize_mxfp4`] of bf16 values, given by their bits.
+///
+/// # Panics
+/// As [`quantize_mxfp4`].
+pub fn quantize_mxfp4_bf16(bits: &[u16]) -> Mxfp4 {
+    assert!(bits.len().is_multiple_of(MXFP4_BLOCK), "{} values are not whole blocks of {MXFP4_BLOCK}", bits.len());
+    let mut out = Mxfp4 { codes: vec![0; bits.len() / 2], scales: vec![0; bits.len() / MXFP4_BLOCK] };
+    vector::quantize_bf16(bits, &mut out.codes, &mut out.scales);
     out
 }
 
@@ -54,3 +66,6 @@ pub fn e8m0_value(byte: u8) -> f32 {
         b => f32::from_bits(u32::from(b) << 23),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,8 @@
-//! The reference: readable beside v4/SPEC 9.2.
+//! The reference: readable beside v4/SPEC 9.2. The quantisers in use are those of `vector`, held against these.
 
 use super::{E2M1, FP8_TILE, MXFP4_BLOCK, e4m3_value, e8m0_value};
 
+#[cfg(test)]
 pub(super) fn quantize(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let blocks = values.chunks_exact(MXFP4_BLOCK).zip(codes.chunks_exact_mut(MXFP4_BLOCK / 2)).zip(scales);
     for ((block, codes), scale) in blocks {
@@ -16,13 +17,14 @@ pub(super) fn quantize(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
 }
 
 /// `2^ceil(log2(amax / largest))` as an e8m0 byte, from the bits of the f32 product (the release's arithmetic).
-fn scale_byte(amax: f32, largest: f32) -> u8 {
+pub(super) fn scale_byte(amax: f32, largest: f32) -> u8 {
     let bits = (amax * (1.0 / largest)).to_bits();
     let exponent = (bits >> 23) & 0xff;
     (exponent + u32::from(bits & 0x7f_ffff != 0)) as u8
 }
 
 /// The e2m1 code nearest to `x`, ties to the even code; values beyond 6 saturate.
+#[cfg(test)]
 fn code(x: f32) -> u8 {
     let a = x.abs();
     // Borders between neighbours; a tie goes to the neighbour whose mantissa bit is 0.
@@ -56,6 +58,7 @@ pub(super) fn dequantize(codes: &[u8], scales: &[u8], out: &mut [f32]) {
     }
 }
 
+#[cfg(test)]
 pub(super) fn quantize_fp8(values: &[f32], columns: usize, codes: &mut [u8], scales: &mut [u8]) {
     assert!(values.iter().all(|v| v.is_finite()), "a matrix holds a value that is not finite");
     let mut amax = vec![1e-4f32; scales.len()];

@@ -12,7 +12,7 @@ use kernels::pool::{ColumnPart, Columns, Parts, Pool, share};
 use kernels::{activation, attention, hyper_connection as hc, indexer, math, norm, rope::Rotation, router};
 
 use super::weights::{Collapse, Compressor, Expert, HyperConnection, Indexer, Layer, Model};
-use super::{LayerKind, Trace};
+use super::{CSA_RATIO, LayerKind, ModelConfig, Trace};
 use crate::kv_cache::{CompressorCache, KvCache, LayerCache};
 
 /// A run of consecutive tokens of one sequence.
@@ -43,6 +43,8 @@ pub struct Workspace {
     pool: Pool,
     threads: Vec<ThreadScratch>,
     rows: Vec<Row>,
+    /// The token of each row.
+    tokens: Vec<u32>,
     /// The first row of each segment, and the number of rows.
     first_rows: Vec<usize>,
     /// The rows that each thread takes where it needs whole segments: `[T + 1]`.
@@ -147,7 +149,6 @@ impl Routed {
 struct Row {
     segment: usize,
     position: usize,
-    token: u32,
 }
 
 /// Sizes a buffer whose every element is about to be written.
@@ -187,6 +188,7 @@ impl Workspace {
             pool: Pool::new(num_threads, "rollout"),
             threads: (0..num_threads).map(|_| ThreadScratch::default()).collect(),
             rows: Vec::new(),
+            tokens: Vec::new(),
             first_rows: Vec::new(),
             row_bounds: Vec::new(),
             window_rotations: Vec::new(),
@@ -215,6 +217,23 @@ impl Workspace {
             shared_hidden: Vec::new(),
             gathered: Vec::new(),
             router_logits: Vec::new(),
+        }
+    }
+
+    /// Makes room for sequences of up to `len` tokens: what else grows with them, from step to step.
+    pub fn reserve(&mut self, config: &ModelConfig, len: usize) {
+        let ratios = (0..config.num_hidden_layers).map(|i| config.layer_kind(i));
+        let every_entry = ratios.filter_map(|kind| match kind {
+            LayerKind::Hca { ratio } => Some(len / ratio),
+            LayerKind::Csa | LayerKind::Window => None,
+        });
+        let (blocks, picks) = (len / CSA_RATIO, every_entry.max().unwrap_or(0).max(len.min(config.index_topk)));
+        let reserve = |buffer: &mut Vec<f32>, len: usize| buffer.reserve(len.saturating_sub(buffer.len()));
+        reserve(&mut self.scores, 2 * self.threads.len() * blocks);
+        for scratch in &mut self.threads {
+            reserve(&mut scratch.scores, blocks.max(config.n_routed_experts));
+            reserve(&mut scratch.attention, attention::HEADS * (config.sliding_window + picks));
+            scratch.picks.reserve(blocks.max(picks).saturating_sub(scratch.picks.len()));
         }
     }
 
@@ -251,9 +270,9 @@ impl Model {
         let (d, n) = (config.hidden_size, config.hc_mult);
         let embed = self.vector(self.embed);
         let streams = sized(&mut ws.streams, num_rows * n * d);
-        for (row, streams) in ws.rows.iter().zip(streams.chunks_exact_mut(n * d)) {
+        for (&token, streams) in ws.tokens.iter().zip(streams.chunks_exact_mut(n * d)) {
             for stream in streams.chunks_exact_mut(d) {
-                stream.copy_from_slice(&embed[row.token as usize * d..][..d]);
+                stream.copy_from_slice(&embed[token as usize * d..][..d]);
             }
         }
         ws.pending = false;
@@ -293,8 +312,8 @@ impl Model {
         // e_proj · enorm(embedding of the next token), to be added to every stream's h_proj · hnorm(stream).
         let embed = self.vector(self.embed);
         let x = sized(&mut ws.x, num_rows * d);
-        for (row, x) in ws.rows.iter().zip(x.chunks_exact_mut(d)) {
-            x.copy_from_slice(&embed[row.token as usize * d..][..d]);
+        for (&token, x) in ws.tokens.iter().zip(x.chunks_exact_mut(d)) {
+            x.copy_from_slice(&embed[token as usize * d..][..d]);
         }
         norm::rms_norm(x, self.vector(mtp.enorm), eps);
         let normed = sized(&mut ws.gathered, num_rows * n * d);
@@ -351,6 +370,7 @@ impl Model {
     fn start(&self, segments: &mut [Segment<'_>], len_of: impl Fn(&KvCache) -> usize, ws: &mut Workspace) {
         let config = &self.config;
         ws.rows.clear();
+        ws.tokens.clear();
         ws.first_rows.clear();
         for (s, segment) in segments.iter_mut().enumerate() {
             for layer in &mut segment.cache.layers {
@@ -358,15 +378,12 @@ impl Model {
             }
             let positions = len_of(segment.cache)..;
             ws.first_rows.push(ws.rows.len());
-            ws.rows.extend(segment.tokens.iter().zip(positions).map(|(&token, position)| Row {
-                segment: s,
-                position,
-                token,
-            }));
+            ws.rows.extend(positions.take(segment.tokens.len()).map(|position| Row { segment: s, position }));
+            ws.tokens.extend_from_slice(segment.tokens);
         }
         ws.first_rows.push(ws.rows.len());
-        for row in &ws.rows {
-            let (token, vocab_size) = (row.token, config.vocab_size);
+        for &token in &ws.tokens {
+            let vocab_size = config.vocab_size;
             assert!((token as usize) < vocab_size, "token {token} is not of the vocabulary of {vocab_size}");
         }
         let num_threads = ws.pool.num_threads();
@@ -782,7 +799,7 @@ impl Model {
         {
             let mut logits = std::mem::take(&mut ws.router_logits);
             let mut weight = std::mem::take(&mut ws.expert_weight);
-            let tokens = std::mem::take(&mut ws.rows);
+            let tokens = std::mem::take(&mut ws.tokens);
             let logit_rows = rows(&mut logits, num_rows, num_experts, num_threads);
             let weight_rows = rows(&mut weight, num_rows, k, num_threads);
             let chosen_rows = Parts::new(&mut out.expert_idx, num_layers * k, num_threads);
@@ -801,7 +818,7 @@ impl Model {
                     match bias {
                         Some(bias) => router::choose(scores, bias, chosen),
                         None => {
-                            let experts = self.hash_experts(layer_idx, tokens[r].token);
+                            let experts = self.hash_experts(layer_idx, tokens[r]);
                             chosen.iter_mut().zip(experts).for_each(|(to, &expert)| *to = expert as u16);
                         }
                     }
@@ -809,9 +826,8 @@ impl Model {
                 }
             };
             let traced = layer.op("hc_ffn", &mut trace);
-            ws.rows.extend_from_slice(&tokens);
             self.hyper_pre(&layer.hc_ffn, layer.ffn_norm, ws, traced, &route);
-            (ws.router_logits, ws.expert_weight, ws.rows) = (logits, weight, tokens);
+            (ws.router_logits, ws.expert_weight, ws.tokens) = (logits, weight, tokens);
         }
         let chosen = |r: usize| &out.expert_idx[r * num_layers * k + slot..][..k];
         ws.routed.order(num_experts, &ws.expert_weight, k, chosen);

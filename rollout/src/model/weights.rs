@@ -5,8 +5,9 @@ use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::path::Path;
 
-use kernels::linear::Linear;
-use kernels::quant::Mxfp4;
+use half::bf16;
+use kernels::linear::{Linear, fp8_is_exact};
+use kernels::quant::{FP8_TILE, Fp8, Mxfp4};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::checkpoint::{Checkpoint, CheckpointError, Format, is_routed_expert};
@@ -66,22 +67,40 @@ pub fn checksum(weights: &Weights) -> u64 {
     hash.digest()
 }
 
-/// Turns masters into what the engine computes on: MXFP4 codes for the routed experts where the model says so, f32 for
-/// the rest.
+/// Turns masters, or a checkpoint's tensors, into what the engine computes on: MXFP4 codes for the routed experts where
+/// the model says so; other matrices as they are, in f32, bf16 or FP8; f32 for the rest.
 ///
 /// This is the one place where weights are quantised for rollouts.
 pub fn to_engine_format(config: &ModelConfig, weights: Weights) -> Weights {
     weights.into_iter().map(|(name, tensor)| (name.clone(), engine_tensor(config, &name, tensor))).collect()
 }
 
-/// [`to_engine_format`] for one tensor. Codes that are MXFP4 already stay as they are.
+/// [`to_engine_format`] for one tensor. Codes that the kernels compute on stay as they are.
 fn engine_tensor(config: &ModelConfig, name: &str, tensor: HostTensor) -> HostTensor {
-    match tensor.data.format() {
-        Format::I64 => tensor,
-        Format::Mxfp4 if is_routed_expert(name) => tensor,
-        _ if config.experts_are_fp4() && is_routed_expert(name) => tensor.into_format(Format::Mxfp4),
+    let is_expert = is_routed_expert(name);
+    match &tensor.data {
+        TensorData::I64(_) => tensor,
+        TensorData::Mxfp4 { .. } if is_expert => tensor,
+        _ if config.experts_are_fp4() && is_expert => tensor.into_format(Format::Mxfp4),
+        TensorData::Bf16(_) if is_matrix(name, &tensor.shape) => tensor,
+        TensorData::Fp8 { codes, scales } if is_matrix(name, &tensor.shape) => {
+            // The parts of a matrix of several groups are whole tiles, or they are no FP8 matrices themselves.
+            let groups = num_parts(config, name);
+            let whole_tiles = groups == 1 || (tensor.shape[0] / groups).is_multiple_of(FP8_TILE);
+            if whole_tiles && fp8_is_exact(codes, scales) { tensor } else { tensor.into_f32() }
+        }
         _ => tensor.into_f32(),
     }
+}
+
+/// Whether a parameter is multiplied with, rather than looked up or added.
+fn is_matrix(name: &str, shape: &[usize]) -> bool {
+    shape.len() == 2 && !name.ends_with(".ape") && name != "embed.weight"
+}
+
+/// Matrices that stand one below the other in a parameter.
+fn num_parts(config: &ModelConfig, name: &str) -> usize {
+    if name.ends_with(".wo_a.weight") { config.o_groups } else { 1 }
 }
 
 /// Index of a matrix in [`Model::matrices`].
@@ -244,14 +263,13 @@ impl Model {
         for (name, shape) in config.parameters() {
             let tensor = tensor(&name, &shape)?;
             assert_eq!(tensor.shape, shape, "shape of tensor `{name}`");
-            let is_table = shape.len() == 1 || name.ends_with(".ape") || name == "embed.weight";
-            if is_table {
+            if is_matrix(&name, &shape) {
+                ids.insert(name.clone(), matrices.len());
+                let parts = num_parts(config, &name);
+                matrices.push(pack(name, &tensor, parts));
+            } else {
                 ids.insert(name.clone(), vectors.len());
                 vectors.push((name, tensor.into_owned()));
-            } else {
-                ids.insert(name.clone(), matrices.len());
-                let groups = if name.ends_with(".wo_a.weight") { config.o_groups } else { 1 };
-                matrices.push(pack(name, &tensor, groups));
             }
         }
         let mut hash_tables = Vec::new();
@@ -332,14 +350,27 @@ impl Model {
     }
 }
 
-fn pack(name: String, tensor: &HostTensor, groups: usize) -> Matrix {
-    let (rows, columns) = (tensor.shape[0] / groups, tensor.shape[1]);
+fn pack(name: String, tensor: &HostTensor, num_parts: usize) -> Matrix {
+    let (rows, columns) = (tensor.shape[0] / num_parts, tensor.shape[1]);
+    let size = rows * columns;
     let parts = match &tensor.data {
         TensorData::F32(values) => {
-            values.chunks_exact(rows * columns).map(|part| Linear::from_f32(rows, columns, part)).collect()
+            values.chunks_exact(size).map(|part| Linear::from_f32(rows, columns, part)).collect()
+        }
+        TensorData::Bf16(values) => {
+            let bits: Vec<u16> = values.iter().map(|v| v.to_bits()).collect();
+            bits.chunks_exact(size).map(|part| Linear::from_bf16(rows, columns, part)).collect()
+        }
+        TensorData::Fp8 { codes, scales } => {
+            let parts = codes.chunks_exact(size).zip(scales.chunks_exact(scales.len() / num_parts));
+            let part = |(codes, scales): (&[u8], &[u8])| Fp8 { codes: codes.to_vec(), scales: scales.to_vec() };
+            let packed = parts.map(|m| Linear::from_fp8(rows, columns, &part(m)));
+            packed
+                .map(|part| part.unwrap_or_else(|| panic!("tensor `{name}` holds FP8 codes beyond the kernels")))
+                .collect()
         }
         TensorData::Mxfp4 { codes, scales } => {
-            assert_eq!(groups, 1, "tensor `{name}`: only experts are MXFP4");
+            assert_eq!(num_parts, 1, "tensor `{name}`: only experts are MXFP4");
             let m = Mxfp4 { codes: codes.clone(), scales: scales.clone() };
             vec![Linear::from_mxfp4(rows, columns, &m)]
         }
@@ -349,11 +380,26 @@ fn pack(name: String, tensor: &HostTensor, groups: usize) -> Matrix {
 }
 
 fn unpack(matrix: &Matrix) -> HostTensor {
-    let data = match matrix.parts[0].to_mxfp4() {
-        Some(Mxfp4 { codes, scales }) => TensorData::Mxfp4 { codes, scales },
-        None => TensorData::F32(matrix.parts.iter().filter_map(Linear::to_f32).flatten().collect()),
-    };
-    HostTensor { shape: matrix.shape.clone(), data }
+    let shape = matrix.shape.clone();
+    let mut data: Option<TensorData> = None;
+    for part in &matrix.parts {
+        let part = None
+            .or_else(|| part.to_f32().map(TensorData::F32))
+            .or_else(|| part.to_bf16().map(|bits| TensorData::Bf16(bits.into_iter().map(bf16::from_bits).collect())))
+            .or_else(|| part.to_fp8().map(|Fp8 { codes, scales }| TensorData::Fp8 { codes, scales }))
+            .or_else(|| part.to_mxfp4().map(|Mxfp4 { codes, scales }| TensorData::Mxfp4 { codes, scales }));
+        match (&mut data, part.expect("a packed matrix is in one of four formats")) {
+            (None, part) => data = Some(part),
+            (Some(TensorData::F32(all)), TensorData::F32(part)) => all.extend(part),
+            (Some(TensorData::Bf16(all)), TensorData::Bf16(part)) => all.extend(part),
+            (Some(TensorData::Fp8 { codes, scales }), TensorData::Fp8 { codes: more, scales: more_scales }) => {
+                codes.extend(more);
+                scales.extend(more_scales);
+            }
+            (Some(all), part) => panic!("parts in {} and {}", all.kind(), part.kind()),
+        }
+    }
+    HostTensor { shape, data: data.expect("a matrix has a part") }
 }
 
 fn layer(config: &ModelConfig, i: usize, prefix: &str, id: &dyn Fn(&str) -> usize) -> Layer {

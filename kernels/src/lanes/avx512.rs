@@ -1,35 +1,21 @@
-//! AVX-512 (F): one register a panel; twelve rows by two panels in 24 of the 32 registers.
+//! AVX-512: one register for sixteen lanes.
 
 use std::arch::x86_64::*;
 
-use super::lanes::Lanes;
-use super::tile::{Kernels, Scratch, Work};
-use super::{Cell, PANEL, tile};
+use super::{LANES, Lanes};
 use crate::quant::E2M1;
 
-/// The CPU has AVX-512 F.
+/// The CPU has AVX-512 F, BW, DQ and VL.
 #[derive(Clone, Copy)]
-struct Avx512(());
+pub(crate) struct Avx512(());
 
-static KERNELS: Kernels = Kernels {
-    // SAFETY: only `probe` hands these out, and only after the CPU reported AVX-512 F.
-    few: |work| unsafe { few(work) },
-    // SAFETY: as above.
-    many: |work, scratch| unsafe { many(work, scratch) },
-};
-
-pub(super) fn probe() -> Option<&'static Kernels> {
-    std::arch::is_x86_feature_detected!("avx512f").then_some(&KERNELS)
-}
-
-#[target_feature(enable = "avx512f")]
-fn few(work: &mut Work<'_, '_>) {
-    tile::few(Avx512(()), work);
-}
-
-#[target_feature(enable = "avx512f")]
-fn many(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
-    tile::many::<_, 12, 2>(Avx512(()), work, scratch);
+impl Avx512 {
+    /// # Safety
+    /// The CPU has AVX-512 F, BW, DQ and VL.
+    #[inline(always)]
+    pub(crate) unsafe fn assume() -> Self {
+        Self(())
+    }
 }
 
 // SAFETY of all blocks below: an `Avx512` exists, so the CPU has AVX-512 F; the loads and stores are unaligned ones of as
@@ -39,8 +25,11 @@ impl Lanes for Avx512 {
     type V = __m512;
     type D = __m512i;
     type Codes = __m512i;
-    const E2M1_FACTOR: f32 = 1.0;
 
+    #[inline(always)]
+    fn prefetch<T>(self, at: *const T) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
     #[inline(always)]
     fn zero(self) -> Self::V {
         unsafe { _mm512_setzero_ps() }
@@ -50,12 +39,22 @@ impl Lanes for Avx512 {
         unsafe { _mm512_set1_ps(x) }
     }
     #[inline(always)]
-    fn load(self, x: &[f32; PANEL]) -> Self::V {
+    fn load(self, x: &[f32; LANES]) -> Self::V {
         unsafe { _mm512_loadu_ps(x.as_ptr()) }
     }
     #[inline(always)]
-    fn store(self, x: &mut [f32; PANEL], v: Self::V) {
+    fn store(self, x: &mut [f32; LANES], v: Self::V) {
         unsafe { _mm512_storeu_ps(x.as_mut_ptr(), v) }
+    }
+    #[inline(always)]
+    fn sum(self, v: Self::V) -> f32 {
+        unsafe {
+            let high = _mm512_castpd_ps(_mm512_castpd256_pd512(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(v))));
+            let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_castps512_ps256(high));
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
     }
     #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
@@ -66,8 +65,8 @@ impl Lanes for Avx512 {
         unsafe { _mm512_fmadd_ps(x, w, sum) }
     }
     #[inline(always)]
-    fn cell(self, cell: &Cell) -> Self::D {
-        unsafe { _mm512_loadu_si512(cell.0.as_ptr().cast()) }
+    fn dwords(self, d: &[u32; LANES]) -> Self::D {
+        unsafe { _mm512_loadu_si512(d.as_ptr().cast()) }
     }
     #[inline(always)]
     fn as_f32(self, d: Self::D) -> Self::V {
@@ -118,7 +117,7 @@ impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
-    fn e8m0(self, bytes: &[u8; PANEL]) -> Self::V {
+    fn e8m0(self, bytes: &[u8; LANES]) -> Self::V {
         unsafe {
             let bytes = _mm_loadu_si128(bytes.as_ptr().cast());
             let exponent = _mm512_slli_epi32::<23>(_mm512_cvtepu8_epi32(bytes));
