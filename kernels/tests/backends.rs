@@ -72,8 +72,10 @@ fn all_ops(width: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
     compressor::pool([first, second], &mut pooled);
     out.push(("pool", pooled));
 
-    let mut scores = vec![0.0; 7];
-    indexer::scores(&x, &values(rows, seed + 12), &entries, &mut scores);
+    let mut keys = indexer::Keys::new(width);
+    values(35 * width, seed + 10).chunks_exact(width).for_each(|key| keys.push(key));
+    let mut scores = vec![0.0; 35];
+    indexer::scores(&x, &values(rows, seed + 12), &keys, 0..35, &mut scores);
     out.push(("indexer", scores));
 
     let mut gate = x.clone();

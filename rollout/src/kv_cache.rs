@@ -3,6 +3,7 @@
 //! Shapes: c head width, e index width, w window, m tokens per block.
 
 use kernels::compressor::{Candidates, pool};
+use kernels::indexer;
 
 use crate::model::{CSA_RATIO, LayerKind, ModelConfig, Trace};
 
@@ -41,12 +42,32 @@ pub(crate) struct CompressorCache {
     width: usize,
     ratio: usize,
     overlaps: bool,
-    /// Finished entries, `[B, width]`, normalised and rotated.
-    pub(crate) entries: Vec<f32>,
+    /// Finished entries, normalised and rotated.
+    entries: Entries,
+    /// The entry that is being finished.
+    pooled: Vec<f32>,
     /// Rows of the open block, `[_, series * width]`: values, and gates with their position bias.
     pending: Rows,
     /// The first halves of the previous block's rows, `[m, width]` (overlapping compressors).
     previous: Rows,
+}
+
+/// Finished entries of a compressor, as their kernel wants them.
+#[derive(Clone, Debug)]
+enum Entries {
+    /// What attention reads: `[B, width]`.
+    Rows(Vec<f32>),
+    /// What the indexer scores.
+    Keys(indexer::Keys),
+}
+
+impl Entries {
+    fn to_rows(&self) -> Vec<f32> {
+        match self {
+            Self::Rows(rows) => rows.clone(),
+            Self::Keys(keys) => keys.to_rows(),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -85,11 +106,12 @@ impl KvCache {
         let num_blocks = config.num_hidden_layers + config.num_nextn_predict_layers;
         let layers = (0..num_blocks).map(|i| {
             let kind = config.layer_kind(i);
-            let compressor = |width, ratio| CompressorCache {
+            let compressor = |width, ratio, entries| CompressorCache {
                 width,
                 ratio,
                 overlaps: kind == LayerKind::Csa,
-                entries: Vec::new(),
+                entries,
+                pooled: Vec::new(),
                 pending: Rows::default(),
                 previous: Rows::default(),
             };
@@ -100,8 +122,11 @@ impl KvCache {
                     first: 0,
                     rows: Vec::new(),
                 },
-                compressor: kind.ratio().map(|m| compressor(config.head_dim, m)),
-                indexer: (kind == LayerKind::Csa).then(|| compressor(config.index_head_dim, CSA_RATIO)),
+                compressor: kind.ratio().map(|m| compressor(config.head_dim, m, Entries::Rows(Vec::new()))),
+                indexer: (kind == LayerKind::Csa).then(|| {
+                    let keys = indexer::Keys::new(config.index_head_dim);
+                    compressor(config.index_head_dim, CSA_RATIO, Entries::Keys(keys))
+                }),
             }
         });
         Self { len: 0, mtp_len: 0, layers: layers.collect() }
@@ -122,7 +147,7 @@ impl KvCache {
                 // A row of an open block has a series for each block that it will be part of.
                 let (width, series) = (cache.width, if cache.overlaps { 2 } else { 1 });
                 for (part, width, values) in [
-                    ("compressed_kv", width, &cache.entries),
+                    ("compressed_kv", width, &cache.entries.to_rows()),
                     ("buffer_kv", series * width, &cache.pending.kv),
                     ("buffer_gate", series * width, &cache.pending.gate),
                     ("overlap_kv", width, &cache.previous.kv),
@@ -144,7 +169,12 @@ impl KvCache {
             window.rows.reserve((most - rows) * window.width);
             for cache in [&mut layer.compressor, &mut layer.indexer].into_iter().flatten() {
                 let series = if cache.overlaps { 2 } else { 1 };
-                cache.entries.reserve(tokens.div_ceil(cache.ratio) * cache.width);
+                let more = tokens.div_ceil(cache.ratio);
+                match &mut cache.entries {
+                    Entries::Rows(rows) => rows.reserve(more * cache.width),
+                    Entries::Keys(keys) => keys.reserve(more),
+                }
+                cache.pooled.reserve(cache.width);
                 cache.pending.reserve(cache.ratio * series * cache.width);
                 cache.previous.reserve((series - 1) * cache.ratio * cache.width);
             }
@@ -192,26 +222,56 @@ impl WindowCache {
 }
 
 impl CompressorCache {
-    /// Takes the next token's row, the gate's position bias `ape` apart; at the end of a block returns its number and its
-    /// pooled entry, which the caller finishes (norm, rotation) in place.
-    pub(crate) fn push(&mut self, kv: &[f32], gate: &[f32], ape: &[f32]) -> Option<(usize, &mut [f32])> {
+    /// Takes the next token's row, the gate's position bias `ape` apart; at the end of a block `finish` (norm, rotation) is
+    /// given its number and its pooled entry, which is then kept.
+    pub(crate) fn push(&mut self, kv: &[f32], gate: &[f32], ape: &[f32], finish: impl FnOnce(usize, &mut [f32])) {
         let row = kv.len();
         self.pending.kv.extend_from_slice(kv);
         self.pending.gate.extend(gate.iter().zip(ape).map(|(gate, ape)| gate + ape));
         if self.pending.kv.len() < self.ratio * row {
-            return None;
+            return;
         }
         let width = self.width;
-        let block = self.entries.len() / width;
         // The current block's series is the second half of a row where blocks overlap, the whole row else.
-        self.entries.resize((block + 1) * width, 0.0);
-        let entry = &mut self.entries[block * width..];
-        pool([self.previous.candidates(width, 0), self.pending.candidates(row, row - width)], entry);
+        self.pooled.resize(width, 0.0);
+        pool([self.previous.candidates(width, 0), self.pending.candidates(row, row - width)], &mut self.pooled);
         if self.overlaps {
             self.previous.keep_first_halves(&self.pending, row, width);
         }
         self.pending.clear();
-        Some((block, entry))
+        match &mut self.entries {
+            Entries::Rows(rows) => {
+                finish(rows.len() / width, &mut self.pooled);
+                rows.extend_from_slice(&self.pooled);
+            }
+            Entries::Keys(keys) => {
+                finish(keys.len(), &mut self.pooled);
+                keys.push(&self.pooled);
+            }
+        }
+    }
+
+    /// Finished entries, `[B, width]`.
+    ///
+    /// # Panics
+    /// When it is an indexer's.
+    pub(crate) fn entries(&self) -> &[f32] {
+        let Entries::Rows(rows) = &self.entries else { panic!("an indexer keeps keys, not entries") };
+        rows
+    }
+
+    /// An indexer's keys.
+    ///
+    /// # Panics
+    /// When it is another compressor's.
+    pub(crate) fn keys(&self) -> &indexer::Keys {
+        let Entries::Keys(keys) = &self.entries else { panic!("only an indexer keeps keys") };
+        keys
+    }
+
+    /// Finished entries one after the other, for traces.
+    pub(crate) fn to_rows(&self) -> Vec<f32> {
+        self.entries.to_rows()
     }
 
     /// Blocks that the query at `position` may see: those whose last token is no later than itself.

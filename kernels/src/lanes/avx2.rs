@@ -145,6 +145,10 @@ impl Lanes for Avx2 {
         unsafe { sum(_mm256_add_ps(v[0], v[1])) }
     }
     #[inline(always)]
+    fn relu(self, v: Self::V) -> Self::V {
+        unsafe { [_mm256_max_ps(v[0], _mm256_setzero_ps()), _mm256_max_ps(v[1], _mm256_setzero_ps())] }
+    }
+    #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
         unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }

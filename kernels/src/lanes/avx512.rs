@@ -57,6 +57,10 @@ impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
+    fn relu(self, v: Self::V) -> Self::V {
+        unsafe { _mm512_max_ps(v, _mm512_setzero_ps()) }
+    }
+    #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
         unsafe { _mm512_mul_ps(a, b) }
     }

@@ -39,6 +39,8 @@ pub(crate) trait Lanes: Copy {
     fn store(self, x: &mut [f32; LANES], v: Self::V);
     /// The lanes added as a tree: i and i + 8, of those i and i + 4, and so on.
     fn sum(self, v: Self::V) -> f32;
+    /// The larger of each lane and 0; of what is not a number, 0.
+    fn relu(self, v: Self::V) -> Self::V;
     /// `a * b`.
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     /// `x * w + sum`, rounded once.

@@ -45,6 +45,10 @@ impl Lanes for Scalar {
         v[0]
     }
     #[inline(always)]
+    fn relu(self, v: Self::V) -> Self::V {
+        lanes(|i| if v[i] > 0.0 { v[i] } else { 0.0 })
+    }
+    #[inline(always)]
     fn mul(self, a: Self::V, b: Self::V) -> Self::V {
         lanes(|i| a[i] * b[i])
     }

@@ -512,7 +512,7 @@ impl Model {
             let name = &layer.name;
             let entries = |of: fn(&LayerCache) -> Option<&CompressorCache>| {
                 let caches = segments.iter().filter_map(|s| of(&s.cache.layers[layer_idx]));
-                caches.flat_map(|cache| &cache.entries).copied().collect::<Vec<f32>>()
+                caches.flat_map(CompressorCache::to_rows).collect::<Vec<f32>>()
             };
             if layer.compressor.is_some() {
                 let entries = entries(|cache| cache.compressor.as_ref());
@@ -585,12 +585,12 @@ impl Model {
             let ratio = ape.len() / series_width;
             let at = r * series_width..(r + 1) * series_width;
             let ape = &ape[ws.rows[r].position % ratio * series_width..][..series_width];
-            if let Some((block, entry)) = cache.push(&series.kv[at.clone()], &series.gate[at], ape) {
+            cache.push(&series.kv[at.clone()], &series.gate[at], ape, |block, entry| {
                 norm::rms_norm(entry, self.vector(compressor.norm), eps);
                 rotation.set(block * ratio, frequencies);
                 let width = entry.len();
                 rotation.apply(entry, width);
-            }
+            });
         };
         ws.pool.run_items(num_segments, &|t| {
             let scratch = own(&threads, t);
@@ -661,7 +661,7 @@ impl Model {
             let cache = cache_of(&ws.rows[r]).indexer.as_ref().expect("a CSA layer has an indexer's cache");
             weight.clear();
             weight.extend(index_weight[r * n..][..n].iter().map(|w| w * factor));
-            indexer::scores(q, weight, &cache.entries[keys.start * e..keys.end * e], scores);
+            indexer::scores(q, weight, cache.keys(), keys, scores);
         };
         if scores_first {
             let index_q = rows(&mut ws.index_q, num_rows, n * e, num_threads);
@@ -711,7 +711,7 @@ impl Model {
                 let cache = cache_of(row);
                 norm::rms_norm_unweighted(q, c, eps);
                 rotations[r].apply(q, c);
-                let entries = cache.compressor.as_ref().map_or(&[][..], |entries| &entries.entries);
+                let entries = cache.compressor.as_ref().map_or(&[][..], |cache| cache.entries());
                 let visible = visible(row);
                 if layer.indexer.is_none() {
                     scratch.picks.clear();
