@@ -1,12 +1,13 @@
 //! `cargo bench -p kernels [-- NAME]`: every op on every backend, as time, GB/s and GFLOP/s, and as fractions of the read
-//! bandwidth and the multiply-adds that this machine was measured to give in the same run.
+//! bandwidth and the multiply-adds that this machine was measured to give in the same run. `--scalar` runs the reference
+//! instead, which is slow. Operations of exponentials are counted as those of their polynomial.
 
 mod machine;
 
+use kernels::hyper_connection as hc;
 use kernels::linear::{Linear, PANEL, Rows, Scratch};
-use kernels::pool::{Columns, Parts, Pool};
-use kernels::quant;
-use kernels::{Backend, set_backend};
+use kernels::pool::{ColumnPart, Columns, Parts, Pool};
+use kernels::{Backend, activation, attention, compressor, indexer, logits, math, norm, quant, router, set_backend};
 use machine::{Machine, median};
 
 /// Weights that are used in turn, so that each use reads them from memory.
@@ -83,6 +84,201 @@ fn products(bench: &mut Bench) {
     }
 }
 
+/// The ops of a layer besides products, at the sizes of the 122.5 M model: hidden 512, 8 heads of 128, window 128.
+fn small_ops(bench: &mut Bench) {
+    const ROWS: usize = 64;
+    let (d, h, c, n) = (512, 8, 128, 4);
+    let streams = values(ROWS * n * d);
+    let num_threads = bench.pool.num_threads();
+    let f32s = |n: usize| 4.0 * n as f64;
+
+    let (mut x, weight) = (values(ROWS * d), vec![1.0; d]);
+    bench.time("rms_norm 64x512", 2.0 * f32s(ROWS * d), 4.0 * (ROWS * d) as f64, |pool| {
+        let x = Parts::new(&mut x, d, num_threads);
+        pool.run(&|t| norm::rms_norm(x.take(t), &weight, 1e-6));
+    });
+
+    let mixes = (2 + n) * n;
+    let (scale, base, z) = ([0.1; 3], values(mixes), values(ROWS * mixes));
+    let gates = hc::Gates { scale: &scale, base: &base, num_streams: n, sinkhorn_iters: 20, eps: 1e-6 };
+    let mut mapped = z.clone();
+    bench.time("mHC mappings, 64 rows, 20 rounds", f32s(ROWS * mixes), (ROWS * 20 * 4 * n * n) as f64, |pool| {
+        mapped.copy_from_slice(&z);
+        let mapped = Parts::new(&mut mapped, mixes, num_threads);
+        pool.run(&|t| mapped.take(t).chunks_exact_mut(mixes).for_each(|z| hc::mappings(z, &gates)));
+    });
+    let mut collapsed = vec![0.0; ROWS * d];
+    bench.time("mHC collapse 64x4x512", f32s(ROWS * (n + 1) * d), (2 * ROWS * n * d) as f64, |pool| {
+        let x = Parts::new(&mut collapsed, d, num_threads);
+        pool.run(&|t| {
+            for (x, r) in x.take(t).chunks_exact_mut(d).zip(x.share(t)) {
+                hc::collapse(&streams[r * n * d..][..n * d], &mapped[r * mixes..][..n], x);
+            }
+        });
+    });
+    let mut expanded = streams.clone();
+    let flops = (2 * ROWS * (n * n + n) * d) as f64;
+    bench.time("mHC expand 64x4x512", f32s(ROWS * (2 * n + 1) * d), flops, |pool| {
+        let streams = Parts::new(&mut expanded, n * d, num_threads);
+        pool.run(&|t| {
+            for (streams, r) in streams.take(t).chunks_exact_mut(n * d).zip(streams.share(t)) {
+                let mix = &mapped[r * mixes..][..mixes];
+                hc::expand(streams, &collapsed[r * d..][..d], &mix[n..2 * n], &mix[2 * n..]);
+            }
+        });
+    });
+
+    let (mut gate, up) = (values(ROWS * d), values(ROWS * d));
+    bench.time("swiglu 64x512", 3.0 * f32s(ROWS * d), (20 * ROWS * d) as f64, |pool| {
+        let gate = Parts::new(&mut gate, d, num_threads);
+        pool.run(&|t| activation::swiglu(gate.take(t), &up[gate.share(t).start * d..gate.share(t).end * d], 10.0));
+    });
+
+    let (window, entries) = (values(128 * c), values(512 * c));
+    let sink = vec![0.0; h];
+    for (name, num_picks) in [("window", 0), ("CSA", 64), ("HCA of 64K", 512)] {
+        let picks: Vec<u32> = (0..num_picks as u32).collect();
+        let keys = attention::Keys { window: &window, entries: &entries, picks: &picks };
+        let (q, mut out) = (values(ROWS * h * c), vec![0.0; ROWS * h * c]);
+        let num_keys = 128 + num_picks;
+        let flops = (ROWS * h * num_keys * (4 * c + 20)) as f64;
+        bench.time(&format!("attention {name}, 64 rows"), f32s(ROWS * num_keys * c), flops, |pool| {
+            let out = Parts::new(&mut out, h * c, num_threads);
+            pool.run(&|t| {
+                let mut scores = Vec::new();
+                for (out, r) in out.take(t).chunks_exact_mut(h * c).zip(out.share(t)) {
+                    attention::attend(&q[r * h * c..][..h * c], keys, &sink, &mut scores, out);
+                }
+            });
+        });
+    }
+
+    let (num_blocks, e, heads) = (16_384, 64, 8);
+    let mut keys = indexer::Keys::new(e);
+    values(num_blocks * e).chunks_exact(e).for_each(|key| keys.push(key));
+    let (q, weight) = (values(heads * e), values(heads));
+    let mut scores = vec![0.0; num_blocks];
+    let flops = (2 * num_blocks * heads * e) as f64;
+    bench.time("indexer scores, 16384 blocks", f32s(num_blocks * e), flops, |pool| {
+        let scores = Parts::new(&mut scores, PANEL, num_threads);
+        pool.run(&|t| {
+            let blocks = scores.share(t).start * PANEL..scores.share(t).end * PANEL;
+            indexer::scores(&q, &weight, &keys, blocks, scores.take(t));
+        });
+    });
+    let mut picks = Vec::new();
+    bench.time("top 64 of 16384 (one thread)", f32s(num_blocks), num_blocks as f64, |_| {
+        indexer::top_k(&scores, 64, &mut picks);
+    });
+
+    let (kv, gates, mut pooled) = (values(128 * c), values(128 * c), vec![0.0; c]);
+    let block =
+        |rows: usize| compressor::Candidates { kv: &kv[..rows * c], gate: &gates[..rows * c], stride: c, from: 0 };
+    bench.time("compressor pool of 128 (one thread)", 2.0 * f32s(128 * c), (16 * 128 * c) as f64, |_| {
+        compressor::pool([block(0), block(128)], &mut pooled);
+    });
+
+    let logits = values(8192);
+    let mut row = logits.clone();
+    bench.time("softmax of 8192 logits (one thread)", 2.0 * f32s(8192), (18 * 8192) as f64, |_| {
+        row.copy_from_slice(&logits);
+        logits::softmax_parts(&mut row, 0.7);
+    });
+    let (scored, bias, mut chosen) = (values(256), vec![0.0; 256], [0; 6]);
+    let mut row = scored.clone();
+    bench.time("router, 256 experts (one thread)", f32s(256), (20 * 256) as f64, |_| {
+        row.copy_from_slice(&scored);
+        router::score(&mut row);
+        router::choose(&row, &bias, &mut chosen);
+    });
+}
+
+/// The routed experts of a V4-Flash layer, 64 of its 256: gate and up, SwiGLU, down, weighted sum.
+fn experts(bench: &mut Bench) {
+    let (d, inter, num_experts, k) = (4096, 2048, 64, 6);
+    if bench.filter.as_ref().is_some_and(|filter| !"expert layer".contains(filter.as_str())) {
+        return;
+    }
+    let (up, down) = (weight("MXFP4", inter, d), weight("MXFP4", d, inter));
+    let w1: Vec<Linear> = vec![up; num_experts];
+    let (w3, w2) = (w1.clone(), vec![down; num_experts]);
+    let num_threads = bench.pool.num_threads();
+    let mut scratch: Vec<(Scratch, Vec<f32>)> = (0..num_threads).map(|_| Default::default()).collect();
+    for tokens in [1, 32, 128] {
+        let x = values(tokens * d);
+        // Token r goes to experts r * 11, r * 11 + 7, ...: nobody twice.
+        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); num_experts];
+        (0..tokens).for_each(|r| (0..k).for_each(|i| rows[(r * 11 + i * 7) % num_experts].push(r as u32)));
+        let used = rows.iter().filter(|rows| !rows.is_empty()).count();
+        let (mut hidden, mut y) = (vec![0.0; tokens * k * inter], vec![0.0; tokens * d]);
+        let bytes = (used * (2 * w1[0].num_bytes() + w2[0].num_bytes())) as f64;
+        let flops = (2 * 3 * tokens * k * d * inter) as f64;
+        bench.time(&format!("expert layer 4096-2048-4096, top 6, {tokens} tokens"), bytes, flops, |pool| {
+            {
+                let hidden = Columns::new(&mut hidden, inter, PANEL, num_threads);
+                let scratch = Parts::new(&mut scratch, 1, num_threads);
+                pool.run(&|t| {
+                    let (mut hidden, (scratch, up)) = (hidden.take(t), &mut scratch.take(t)[0]);
+                    let (columns, mut from) = (hidden.columns(), 0);
+                    for (rows, (w1, w3)) in rows.iter().zip(w1.iter().zip(&w3)) {
+                        let x = Rows::new(&x, d).choose(rows);
+                        let mut gate = hidden.rows(from..from + rows.len());
+                        up.resize(rows.len() * columns.len(), 0.0);
+                        w1.forward(x, &mut gate, scratch);
+                        w3.forward(x, &mut ColumnPart::new(up, columns.clone()), scratch);
+                        for (r, up) in up.chunks_exact(columns.len()).enumerate() {
+                            activation::swiglu(gate.row(r, columns.clone()), up, 10.0);
+                        }
+                        from += rows.len();
+                    }
+                });
+            }
+            y.fill(0.0);
+            let y = Columns::new(&mut y, d, PANEL, num_threads);
+            let scratch = Parts::new(&mut scratch, 1, num_threads);
+            pool.run(&|t| {
+                let (mut y, (scratch, product)) = (y.take(t), &mut scratch.take(t)[0]);
+                let (columns, mut from) = (y.columns(), 0);
+                for (rows, w2) in rows.iter().zip(&w2) {
+                    let x = Rows::new(&hidden[from * inter..(from + rows.len()) * inter], inter);
+                    product.resize(rows.len() * columns.len(), 0.0);
+                    w2.forward(x, &mut ColumnPart::new(product, columns.clone()), scratch);
+                    for (r, product) in rows.iter().zip(product.chunks_exact(columns.len())) {
+                        math::add_scaled(y.row(*r as usize, columns.clone()), 0.25, product);
+                    }
+                    from += rows.len();
+                }
+            });
+        });
+    }
+}
+
+fn quantisers(bench: &mut Bench) {
+    let num_threads = bench.pool.num_threads();
+    let n = 32 << 20;
+    let plain = values(n);
+    let (mut codes, mut scales) = (vec![0u8; n / 2], vec![0u8; n / quant::MXFP4_BLOCK]);
+    // Against copying: bytes read and written, as the copy bandwidth counts them once.
+    bench.time("quantise f32 to MXFP4, 128 MiB", 4.0 * n as f64, 12.0 * n as f64, |pool| {
+        let codes = Parts::new(&mut codes, quant::MXFP4_BLOCK / 2, num_threads);
+        let scales = Parts::new(&mut scales, 1, num_threads);
+        pool.run(&|t| {
+            let blocks = scales.share(t);
+            let values = &plain[blocks.start * quant::MXFP4_BLOCK..blocks.end * quant::MXFP4_BLOCK];
+            quant::quantize_mxfp4_into(values, codes.take(t), scales.take(t));
+        });
+    });
+    let (rows, columns) = (2048, 4096);
+    bench.time(
+        "quantise f32 to FP8, 32 MiB (one thread)",
+        4.0 * (rows * columns) as f64,
+        8.0 * (rows * columns) as f64,
+        |_| {
+            quant::quantize_fp8(&plain[..rows * columns], rows, columns);
+        },
+    );
+}
+
 fn main() {
     // Cargo passes `--bench`.
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
@@ -112,6 +308,9 @@ fn main() {
                 filter: filter.clone(),
             };
             products(&mut bench);
+            experts(&mut bench);
+            small_ops(&mut bench);
+            quantisers(&mut bench);
         }
     }
 }

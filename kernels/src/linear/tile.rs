@@ -15,13 +15,16 @@ use crate::pool::ColumnPart;
 use crate::{Backend, backend};
 
 /// Rows that are multiplied with codes unpacked in registers; for more of them a panel is unpacked first.
-const FEW: usize = 18;
-/// Of those, how many at a time.
+const FEW: usize = 16;
+/// Of those, how many at a time; of codes, which need registers to be unpacked in, fewer.
 const TILE: usize = 6;
+const TILE_OF_CODES: usize = 4;
 /// Inputs that are multiplied at a time for many rows: a panel of them (16 KiB) stays in the first-level cache.
 const BLOCK_INPUTS: usize = 256;
 /// Rows that are multiplied at a time: with [`BLOCK_INPUTS`] inputs they (204 KiB) stay in the second-level cache.
 const BLOCK_ROWS: usize = 192;
+/// Bytes after which addresses fall on the same places in the first-level cache.
+const PAGE: usize = 4096;
 /// From row to row in the copy of such a block.
 const ROW_STRIDE: usize = BLOCK_INPUTS + PANEL;
 
@@ -94,7 +97,23 @@ fn avx512(work: &mut Work<'_, '_>, scratch: &mut Scratch) {
 
 #[inline(always)]
 fn body<S: Lanes, const R: usize, const P: usize>(s: S, work: &mut Work<'_, '_>, scratch: &mut Scratch) {
-    if work.x.len() <= FEW { few(s, work) } else { many::<S, R, P>(s, work, scratch) }
+    let (num_rows, inputs) = (work.x.len(), work.weight.inputs);
+    if num_rows > FEW {
+        many::<S, R, P>(s, work, scratch);
+    } else if num_rows > 2 && (inputs * size_of::<f32>()).is_multiple_of(PAGE) {
+        // Rows whole pages apart fight for the same places in the first-level cache: a copy lies a little askew.
+        let stride = inputs + PANEL;
+        if scratch.rows.len() < num_rows * stride {
+            scratch.rows.resize(num_rows * stride, 0.0);
+        }
+        let copy = &mut scratch.rows[..num_rows * stride];
+        for (r, to) in copy.chunks_exact_mut(stride).enumerate() {
+            to[..inputs].copy_from_slice(work.x.row(r));
+        }
+        few(s, &mut Work { weight: work.weight, x: Rows::columns(copy, stride, 0, inputs), y: &mut *work.y });
+    } else {
+        few(s, work);
+    }
 }
 
 /// One panel, or a block of its inputs.
@@ -286,12 +305,14 @@ fn few_of<S: Lanes, F: Format<S>>(s: S, work: &mut Work<'_, '_>) {
         (..=FEW, _) => {
             // One panel at a time, so that it comes from memory once.
             for panel in first..work.y.columns().end.div_ceil(PANEL) {
-                for tile in tiles::<TILE>(0..work.x.len()) {
+                for tile in tiles(0..work.x.len(), if F::BLOCK == 0 { TILE } else { TILE_OF_CODES }) {
                     match tile.len() {
+                        2 => few_block::<S, F, 2, 1>(s, work, panel, tile.start),
                         3 => few_block::<S, F, 3, 1>(s, work, panel, tile.start),
                         4 => few_block::<S, F, 4, 1>(s, work, panel, tile.start),
-                        5 => few_block::<S, F, 5, 1>(s, work, panel, tile.start),
-                        _ => few_block::<S, F, TILE, 1>(s, work, panel, tile.start),
+                        5 if F::BLOCK == 0 => few_block::<S, F, 5, 1>(s, work, panel, tile.start),
+                        6 if F::BLOCK == 0 => few_block::<S, F, 6, 1>(s, work, panel, tile.start),
+                        n => unreachable!("tiles of 2 to {TILE} rows, not {n}"),
                     }
                 }
             }
@@ -386,10 +407,10 @@ fn many_of<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
     }
 }
 
-/// Cuts rows into as few tiles of at most R as there can be, as even as they can be: small ones leave the arithmetic
+/// Cuts rows into as few tiles of at most `most` as there can be, as even as they can be: small ones leave the arithmetic
 /// waiting.
-fn tiles<const R: usize>(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let (n, num_tiles) = (rows.len(), rows.len().div_ceil(R));
+fn tiles(rows: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let (n, num_tiles) = (rows.len(), rows.len().div_ceil(most));
     (0..num_tiles).map(move |i| rows.start + n * i / num_tiles..rows.start + n * (i + 1) / num_tiles)
 }
 
@@ -422,7 +443,7 @@ fn panel_block<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
             blocks[p].cells = &scratch.panel[p * BLOCK_INPUTS..][..inputs.len()];
         }
     }
-    for tile in tiles::<R>(rows.clone()) {
+    for tile in tiles(rows.clone(), R) {
         let part = Tile { rows: &scratch.rows[(tile.start - rows.start) * ROW_STRIDE..], inputs: inputs.len() };
         let (row, go_on) = (tile.start, inputs.start > 0);
         match tile.len() {

@@ -30,10 +30,20 @@ pub struct Mxfp4 {
 /// # Panics
 /// When the values are not whole blocks, or one of them is not finite.
 pub fn quantize_mxfp4(values: &[f32]) -> Mxfp4 {
-    assert!(values.len().is_multiple_of(MXFP4_BLOCK), "{} values are not whole blocks of {MXFP4_BLOCK}", values.len());
     let mut out = Mxfp4 { codes: vec![0; values.len() / 2], scales: vec![0; values.len() / MXFP4_BLOCK] };
-    vector::quantize(values, &mut out.codes, &mut out.scales);
+    quantize_mxfp4_into(values, &mut out.codes, &mut out.scales);
     out
+}
+
+/// [`quantize_mxfp4`] into buffers of one's own: half a byte of codes a value, one scale a block.
+///
+/// # Panics
+/// As [`quantize_mxfp4`], and when the buffers do not fit.
+pub fn quantize_mxfp4_into(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    let num_blocks = values.len() / MXFP4_BLOCK;
+    assert!(values.len().is_multiple_of(MXFP4_BLOCK), "{} values are not whole blocks of {MXFP4_BLOCK}", values.len());
+    assert_eq!((codes.len(), scales.len()), (values.len() / 2, num_blocks), "codes and scales of {num_blocks} blocks");
+    vector::quantize(values, codes, scales);
 }
 
 /// [`quantize_mxfp4`] of bf16 values, given by their bits.
