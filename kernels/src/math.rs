@@ -1,19 +1,6 @@
 //! Small pieces that the ops share; all are inlined so that each backend compiles its own.
 
-use crate::lanes::{LANES, Lanes, load};
-
-/// Adds the lanes as a tree, always in the same order.
-#[inline(always)]
-fn reduce(mut lanes: [f32; LANES]) -> f32 {
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
-}
+use crate::lanes::{LANES, Lanes, Scalar, load};
 
 /// `sum_i a[i] * b[i]`.
 #[inline(always)]
@@ -63,7 +50,7 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     for (i, x) in tail.iter().enumerate() {
         lanes[i] += x;
     }
-    reduce(lanes)
+    Scalar.sum(lanes)
 }
 
 /// The largest element; negative infinity of nothing.
@@ -128,7 +115,6 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lanes::Scalar;
 
     #[test]
     fn exp_is_within_two_ulp() {

@@ -141,19 +141,23 @@ impl Linear {
         Self { outputs, inputs, packed: Storage { format, cells, scales: vec![[127; PANEL]; num_scales] } }
     }
 
-    /// Puts the bits of weight `[o, k]` into its place.
-    fn set(&mut self, o: usize, k: usize, bits: u32) {
+    /// Where weight `[o, k]` lies: its cell, and its lowest bit in the dword of its output.
+    fn place(&self, o: usize, k: usize) -> (usize, usize) {
         let format = self.packed.format;
         let cell = o / PANEL * self.inputs.div_ceil(format.group()) + k / format.group();
-        self.packed.cells[cell].0[o % PANEL] |= bits << (k % format.group() * format.bits());
+        (cell, k % format.group() * format.bits())
+    }
+
+    /// Puts the bits of weight `[o, k]` into its place.
+    fn set(&mut self, o: usize, k: usize, bits: u32) {
+        let (cell, shift) = self.place(o, k);
+        self.packed.cells[cell].0[o % PANEL] |= bits << shift;
     }
 
     /// The bits of weight `[o, k]`.
     fn get(&self, o: usize, k: usize) -> u32 {
-        let format = self.packed.format;
-        let cell = o / PANEL * self.inputs.div_ceil(format.group()) + k / format.group();
-        let bits = self.packed.cells[cell].0[o % PANEL] >> (k % format.group() * format.bits());
-        bits & (u32::MAX >> (32 - format.bits()))
+        let (cell, shift) = self.place(o, k);
+        self.packed.cells[cell].0[o % PANEL] >> shift & (u32::MAX >> (32 - self.packed.format.bits()))
     }
 
     /// Packs a row-major `[O, K]` matrix.

@@ -259,7 +259,7 @@ fn multiply<S: Lanes, F: Format<S>, const R: usize, const P: usize>(
     *acc = sums;
 }
 
-/// Panels `p ..` of a weight, whole.
+/// P panels of a weight from `first` on, whole.
 #[inline(always)]
 fn panels<const P: usize>(weight: &Linear, group: usize, block: usize, first: usize) -> [Panel<'_>; P] {
     let num_cells = weight.inputs.div_ceil(group);
