@@ -1,5 +1,6 @@
 //! The engine across its parts: what it says does not depend on how it is asked, and weights arrive whole or not at all.
 
+use kernels::logits::CHUNK;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
@@ -188,9 +189,11 @@ fn golden_rollouts_equal_a_prefill_of_their_tokens_bit_for_bit() {
             model.forward(&mut [segment], &mut Workspace::default(), &mut out, None);
             assert_eq!(out.expert_idx, rollout.routing.expert_idx);
             assert_eq!(out.block_idx, rollout.indexer.block_idx);
-            let rows = out.logits.chunks_exact_mut(config.vocab_size).skip(n - 1);
-            for (position, logits) in rows.enumerate() {
-                let drawn = draw(logits, sampling, rollout.rollout_id, position as u64).expect("finite logits");
+            let chunks = out.chunks.chunks_exact_mut(config.vocab_size.div_ceil(CHUNK));
+            let rows = out.logits.chunks_exact(config.vocab_size).zip(chunks).skip(n - 1);
+            for (position, (logits, chunks)) in rows.enumerate() {
+                let drawn = draw(logits, chunks, sampling, rollout.rollout_id, position as u64);
+                let drawn = drawn.expect("finite logits");
                 assert_eq!(drawn.token, tokens[position]);
                 assert_eq!(drawn.logprob.to_bits(), rollout.rollout_logprobs[position].to_bits());
             }

@@ -195,10 +195,10 @@ fn golden_v4_rotary_tables() {
 #[test]
 fn golden_v4_router_scores() {
     let table = formats();
-    let (_, mut scores) = table.f32("sqrtsoftplus.in").expect("recorded");
-    let inputs = scores.clone();
+    let (_, inputs) = table.f32("sqrtsoftplus.in").expect("recorded");
+    let mut scores = vec![0.0; inputs.len()];
     let (_, want) = table.f32("sqrtsoftplus.out").expect("recorded");
-    router::score(&mut scores);
+    router::score(&inputs, &mut scores);
     for ((x, got), want) in inputs.iter().zip(scores).zip(want) {
         assert!((got - want).abs() <= 2e-6 * want.abs() + 1e-30, "score({x}) is {got:e}, recorded {want:e}");
     }

@@ -11,6 +11,7 @@ pub mod math;
 pub mod activation;
 pub mod attention;
 pub mod compressor;
+pub mod experts;
 pub mod hyper_connection;
 pub mod indexer;
 pub mod linear;

@@ -284,25 +284,25 @@ impl<'a, T> Parts<'a, T> {
 /// A matrix `[R, stride]` whose columns threads write in parts: each takes the columns of its [`share`] of units of
 /// `unit` columns once.
 #[derive(Debug)]
-pub struct Columns<'a> {
-    data: *mut f32,
+pub struct Columns<'a, T = f32> {
+    data: *mut T,
     num_rows: usize,
     stride: usize,
     unit: usize,
     num_threads: usize,
     taken: Taken,
-    borrow: PhantomData<&'a mut [f32]>,
+    borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: threads share it only to take parts, whose columns do not overlap.
-unsafe impl Sync for Columns<'_> {}
+// SAFETY: threads share it only to take parts, whose columns do not overlap, as `&mut [T]`, which `T: Send` allows.
+unsafe impl<T: Send> Sync for Columns<'_, T> {}
 
-impl<'a> Columns<'a> {
+impl<'a, T> Columns<'a, T> {
     /// The rows of `stride` columns in `data`, cut at multiples of `unit`; the last unit may be narrower.
     ///
     /// # Panics
     /// When the rows are not whole.
-    pub fn new(data: &'a mut [f32], stride: usize, unit: usize, num_threads: usize) -> Self {
+    pub fn new(data: &'a mut [T], stride: usize, unit: usize, num_threads: usize) -> Self {
         assert!(data.len().is_multiple_of(stride.max(1)), "{} values are not rows of {stride}", data.len());
         assert!(unit > 0 && num_threads <= MAX_THREADS, "units of {unit} for {num_threads} threads");
         let num_rows = data.len() / stride.max(1);
@@ -314,7 +314,7 @@ impl<'a> Columns<'a> {
     ///
     /// # Panics
     /// When it took them already, or there is no such thread.
-    pub fn take(&self, t: usize) -> ColumnPart<'a> {
+    pub fn take(&self, t: usize) -> ColumnPart<'a, T> {
         assert!(t < self.num_threads, "thread {t} of {}", self.num_threads);
         self.taken.take(t);
         let units = share(self.stride.div_ceil(self.unit), t, self.num_threads);
@@ -327,21 +327,21 @@ impl<'a> Columns<'a> {
 
 /// Some columns of a matrix, to be written by one thread.
 #[derive(Debug)]
-pub struct ColumnPart<'a> {
+pub struct ColumnPart<'a, T = f32> {
     /// The first row's first column of the part.
-    data: *mut f32,
+    data: *mut T,
     num_rows: usize,
     stride: usize,
     columns: Range<usize>,
-    borrow: PhantomData<&'a mut [f32]>,
+    borrow: PhantomData<&'a mut [T]>,
 }
 
-impl<'a> ColumnPart<'a> {
+impl<'a, T> ColumnPart<'a, T> {
     /// `data` as rows of just the columns named.
     ///
     /// # Panics
     /// When the rows are not whole.
-    pub fn new(data: &'a mut [f32], columns: Range<usize>) -> Self {
+    pub fn new(data: &'a mut [T], columns: Range<usize>) -> Self {
         let stride = columns.len();
         assert!(data.len().is_multiple_of(stride.max(1)), "{} values are not rows of {stride}", data.len());
         let num_rows = data.len() / stride.max(1);
@@ -362,7 +362,7 @@ impl<'a> ColumnPart<'a> {
     ///
     /// # Panics
     /// When there are no such rows.
-    pub fn rows(&mut self, rows: Range<usize>) -> ColumnPart<'_> {
+    pub fn rows(&mut self, rows: Range<usize>) -> ColumnPart<'_, T> {
         assert!(rows.start <= rows.end && rows.end <= self.num_rows, "rows {rows:?} of {}", self.num_rows);
         // SAFETY: the first of these rows is one of the matrix; of none, the pointer is not used.
         let data = if rows.is_empty() { self.data } else { unsafe { self.data.add(rows.start * self.stride) } };
@@ -370,7 +370,7 @@ impl<'a> ColumnPart<'a> {
     }
 
     /// Those of the columns that lie within `columns`, counted from its start.
-    pub fn within(&mut self, columns: Range<usize>) -> ColumnPart<'_> {
+    pub fn within(&mut self, columns: Range<usize>) -> ColumnPart<'_, T> {
         let start = self.columns.start.max(columns.start).min(self.columns.end);
         let end = self.columns.end.min(columns.end).max(start);
         let from_here = start.saturating_sub(columns.start);
@@ -384,7 +384,7 @@ impl<'a> ColumnPart<'a> {
     /// # Panics
     /// When they do not.
     #[inline]
-    pub fn row(&mut self, r: usize, columns: Range<usize>) -> &mut [f32] {
+    pub fn row(&mut self, r: usize, columns: Range<usize>) -> &mut [T] {
         let Range { start, end } = columns;
         assert!(
             r < self.num_rows && self.columns.start <= start && start <= end && end <= self.columns.end,

@@ -1,10 +1,17 @@
 //! Which experts a token goes to, and with what weight (v4/SPEC section 7). Shapes: E experts, K chosen.
 
-/// Scores from the router's logits, in place: `sqrt(softplus(x))`, with softplus(x) = x beyond 20.
-pub fn score(logits: &mut [f32]) {
-    for x in logits {
-        let softplus = if *x > 20.0 { *x } else { x.exp().ln_1p() };
-        *x = softplus.sqrt();
+use crate::math::softplus;
+
+vectorised! {
+    /// `scores = sqrt(softplus(logits))`. (Torch's softplus(x) is x beyond 20, which is what it rounds to.)
+    ///
+    /// # Panics
+    /// When the lengths differ.
+    pub fn score(logits: &[f32], scores: &mut [f32]) {
+        assert_eq!(logits.len(), scores.len(), "logits and scores");
+        for (score, logit) in scores.iter_mut().zip(logits) {
+            *score = softplus(*logit).sqrt();
+        }
     }
 }
 

@@ -2,7 +2,9 @@
 //! vector width. One test in a binary of its own: the backend is a setting of the whole process.
 
 use kernels::hyper_connection::{self as hc, Gates};
-use kernels::{Backend, activation, attention, backend, compressor, indexer, logits, norm, quant, rope, set_backend};
+use kernels::{
+    Backend, activation, attention, backend, compressor, indexer, logits, norm, quant, rope, router, set_backend,
+};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -82,10 +84,16 @@ fn all_ops(width: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
     activation::swiglu(&mut gate, &values(rows * width, seed + 13), 2.0);
     out.push(("swiglu", gate));
 
-    let mut probabilities = x.clone();
-    let (top, total) = logits::softmax_parts(&mut probabilities, 0.7);
-    probabilities.extend([top, total]);
-    out.push(("softmax_parts", probabilities));
+    let row = values(30 * width, seed + 15);
+    let mut chunks = vec![logits::Chunk::default(); row.len().div_ceil(logits::CHUNK)];
+    logits::summarise(&row, 0.7, &mut chunks);
+    let sum = logits::total(&mut chunks);
+    let drawn = logits::at_cumulative(&row, 0.7, sum.greatest, &chunks, 0.3 * sum.total);
+    out.push(("logits", chunks.iter().flat_map(|c| [c.greatest, c.sum]).chain([drawn as f32]).collect()));
+
+    let mut scores = vec![0.0; x.len()];
+    router::score(&x, &mut scores);
+    out.push(("router", scores));
 
     let codes = |bytes: &[u8]| bytes.iter().map(|&byte| f32::from(byte)).collect::<Vec<f32>>();
     let mxfp4 = quant::quantize_mxfp4(&values(4 * quant::MXFP4_BLOCK, seed + 14));

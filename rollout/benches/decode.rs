@@ -1,15 +1,16 @@
-//! `cargo bench -p rollout -- [tiny|small] [BATCH,BATCH..] [--context N]`: tokens per second of prefill and decode,
+//! `cargo bench -p rollout -- [tiny|small] [BATCH,BATCH..] [--context N] [--fp8]`: tokens per second of prefill and decode,
 //! sampled at temperature 1, of models with random weights: the same two shapes and the same work (prompts of 64 tokens,
 //! 64 new ones) as the transformers peer of `scripts/bench-decode`. `--context N`: a decode step after N tokens instead.
+//! `--fp8`: matrices outside the experts in FP8, as V4 is released, instead of f32.
 
 use std::time::Instant;
 
-use kernels::pool::Parts;
 use rollout::kv_cache::KvCache;
+use rollout::model::checkpoint::Format;
 use rollout::model::{
     ForwardOutput, HostTensor, Model, ModelConfig, Segment, TensorData, Weights, Workspace, to_engine_format,
 };
-use rollout::sampler::{Sampling, draw};
+use rollout::sampler::{Drawn, Sampling, draw_rows};
 
 const PROMPT: usize = 64;
 const NEW: usize = 64;
@@ -48,7 +49,7 @@ fn config(small: bool) -> ModelConfig {
     ModelConfig::load(file.path()).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn weights(config: &ModelConfig) -> Weights {
+fn weights(config: &ModelConfig, fp8: bool) -> Weights {
     let mut state = 1u64;
     let mut uniform = move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -59,7 +60,9 @@ fn weights(config: &ModelConfig) -> Weights {
         let std = if name.ends_with("norm.weight") { 0.0 } else { (3.0 / shape[shape.len() - 1] as f32).sqrt() };
         let mean = if name.ends_with("norm.weight") { 1.0 } else { 0.0 };
         let values = (0..shape.iter().product()).map(|_| mean + std * uniform()).collect();
-        weights.insert(name, HostTensor::f32(&shape, values));
+        let tensor = HostTensor::f32(&shape, values);
+        let fp8 = fp8 && shape.len() == 2 && !name.ends_with(".ape");
+        weights.insert(name, if fp8 { tensor.into_format(Format::Fp8) } else { tensor });
     }
     let (e, k) = (config.n_routed_experts, config.num_experts_per_tok);
     for name in config.hash_tables() {
@@ -73,6 +76,7 @@ struct Run {
     model: Model,
     workspace: Workspace,
     out: ForwardOutput,
+    drawn: Vec<Option<Drawn>>,
 }
 
 impl Run {
@@ -84,24 +88,11 @@ impl Run {
             .map(|(cache, tokens)| Segment { tokens: &tokens[cache.len..][..take], cache, all_logits: false })
             .collect();
         self.model.forward(&mut segments, &mut self.workspace, &mut self.out, None);
-        let vocab = self.model.config().vocab_size;
-        let pool = self.workspace.pool();
-        let num_rows = tokens.len();
-        let (logits, next) = (&mut self.out.logits, &mut vec![0u32; num_rows]);
-        {
-            let logits = Parts::new(logits, vocab, pool.num_threads());
-            let next = Parts::new(next, 1, pool.num_threads());
-            pool.run_items(num_rows, &|t| {
-                let ids = next.share(t);
-                for ((id, next), logits) in ids.zip(next.take(t)).zip(logits.take(t).chunks_exact_mut(vocab)) {
-                    let sampling = Sampling { temperature: 1.0, seed: 0 };
-                    *next = draw(logits, sampling, id as u64, 0).expect("finite logits").token;
-                }
-            });
-        }
-        for ((tokens, cache), next) in tokens.iter_mut().zip(caches).zip(next) {
+        let sampling = Sampling { temperature: 1.0, seed: 0 };
+        draw_rows(&mut self.workspace, &mut self.out, &mut self.drawn, |i| (sampling, i as u64, 0));
+        for ((tokens, cache), next) in tokens.iter_mut().zip(caches).zip(&self.drawn) {
             if cache.len == tokens.len() {
-                tokens.push(*next);
+                tokens.push(next.expect("finite logits").token);
             }
         }
     }
@@ -141,16 +132,17 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
     let small = args.first().is_some_and(|name| name == "small");
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let fp8 = args.iter().any(|arg| arg == "--fp8");
     let config = config(small);
     let parameters: usize = config.parameters().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
-    let model = Model::new(&config, 0, &weights(&config));
+    let model = Model::new(&config, 0, &weights(&config, fp8));
     println!(
         "{:.2} M parameters, {:.1} MB packed, {threads} threads, {:?} kernels",
         parameters as f64 / 1e6,
         model.num_bytes() as f64 / 1e6,
         kernels::backend()
     );
-    let mut run = Run { model, workspace: Workspace::new(threads), out: ForwardOutput::default() };
+    let mut run = Run { model, workspace: Workspace::new(threads), out: ForwardOutput::default(), drawn: Vec::new() };
     if let Some(at) = args.iter().position(|arg| arg == "--context") {
         let context: usize = args[at + 1].parse().expect("a number of tokens");
         let (mut caches, mut tokens) = run.start(1, context);
@@ -166,7 +158,10 @@ fn main() {
         println!("context {context}: decode step {:.3} ms", 1e3 * median(times.collect()));
         return;
     }
-    let batches = args.get(1).map_or(if small { "1,8,32" } else { "1,8,128" }, String::as_str);
+    let batches = args
+        .get(1)
+        .filter(|arg| !arg.starts_with('-'))
+        .map_or(if small { "1,8,32" } else { "1,8,128" }, String::as_str);
     for batch in batches.split(',').map(|batch| batch.parse::<usize>().expect("a batch size")) {
         let (mut prefill, mut decode) = (Vec::new(), Vec::new());
         for i in 0..6 {

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use datasets::{FinishReason, Group, IndexerChoices, Prompt, Rollout, RoutingChoices};
-use kernels::pool::{MAX_THREADS, Parts};
+use kernels::logits::{CHUNK, Chunk};
+use kernels::pool::MAX_THREADS;
 
 use crate::kv_cache::KvCache;
 use crate::model::{ForwardOutput, Model, ModelConfig, Segment, WeightUpdate, WeightUpdateError, Workspace, checksum};
-use crate::sampler::{Drawn, Sampling, draw};
+use crate::sampler::{Drawn, Sampling, draw, draw_rows};
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
 /// Prompt tokens that one forward pass takes, so that a long prompt needs no more memory than a large batch.
@@ -216,6 +217,7 @@ struct Prefill<'r> {
     block_idx: Vec<u32>,
     /// After its last token.
     logits: Vec<f32>,
+    chunks: Vec<Chunk>,
 }
 
 /// A rollout in the making.
@@ -293,6 +295,7 @@ impl<'a> Worker<'a> {
                     expert_idx: Vec::new(),
                     block_idx: Vec::new(),
                     logits: Vec::new(),
+                    chunks: Vec::new(),
                 });
             }
             if prefills.is_empty() {
@@ -331,12 +334,15 @@ impl<'a> Worker<'a> {
         let (experts, blocks) = self.choices_per_token();
         let vocab_size = self.engine.config.vocab_size;
         let mut from = 0;
-        for (prefill, logits) in taken.into_iter().zip(self.output.logits.chunks_exact(vocab_size)) {
+        let chunks = self.output.chunks.chunks_exact(vocab_size.div_ceil(CHUNK));
+        let rows_of_logits = self.output.logits.chunks_exact(vocab_size).zip(chunks);
+        for (prefill, (logits, chunks)) in taken.into_iter().zip(rows_of_logits) {
             let rows = from..from + prefill.take;
             prefill.expert_idx.extend_from_slice(&self.output.expert_idx[rows.start * experts..rows.end * experts]);
             prefill.block_idx.extend_from_slice(&self.output.block_idx[rows.start * blocks..rows.end * blocks]);
             if prefill.cache.len == prefill.request.prompt_tokens.len() {
                 prefill.logits.extend_from_slice(logits);
+                prefill.chunks.extend_from_slice(chunks);
             }
             from = rows.end;
         }
@@ -345,7 +351,7 @@ impl<'a> Worker<'a> {
 
     /// Begins the rollouts of a group whose prompt is prefilled.
     fn fork(&mut self, prefill: Prefill<'_>, version: u64) -> Result<(), GenerateError> {
-        let Prefill { index, request, cache, expert_idx, block_idx, logits, .. } = prefill;
+        let Prefill { index, request, cache, expert_idx, block_idx, logits, chunks, .. } = prefill;
         let group = self.groups.len();
         let rollouts = (0..request.group_size).map(|_| None).collect();
         self.groups.push(OpenGroup { index, request: request.clone(), rollouts });
@@ -366,7 +372,7 @@ impl<'a> Worker<'a> {
             rollout.expert_idx.extend_from_slice(&expert_idx);
             rollout.block_idx.extend_from_slice(&block_idx);
             rollout.cache.reserve(most);
-            let drawn = draw(&mut logits.clone(), self.options.sampling, rollout.rollout_id, 0);
+            let drawn = draw(&logits, &mut chunks.clone(), self.options.sampling, rollout.rollout_id, 0);
             self.take(&mut rollout, drawn, version)?;
             match self.finish_reason(&rollout) {
                 Some(reason) => self.finish(rollout, reason)?,
@@ -399,17 +405,9 @@ impl<'a> Worker<'a> {
             .collect();
         model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
 
-        self.drawn.clear();
-        self.drawn.resize(self.active.len(), None);
-        let (active, sampling, vocab_size) = (&self.active, self.options.sampling, self.engine.config.vocab_size);
-        let pool = self.workspace.pool();
-        let drawn = Parts::new(&mut self.drawn, 1, pool.num_threads());
-        let logits = Parts::new(&mut self.output.logits, vocab_size, pool.num_threads());
-        pool.run_items(active.len(), &|t| {
-            let rows = drawn.take(t).iter_mut().zip(logits.take(t).chunks_exact_mut(vocab_size));
-            for (rollout, (drawn, logits)) in active[drawn.share(t)].iter().zip(rows) {
-                *drawn = draw(logits, sampling, rollout.rollout_id, rollout.tokens.len() as u64);
-            }
+        let (active, sampling) = (&self.active, self.options.sampling);
+        draw_rows(&mut self.workspace, &mut self.output, &mut self.drawn, |i| {
+            (sampling, active[i].rollout_id, active[i].tokens.len() as u64)
         });
 
         let (experts, blocks) = self.choices_per_token();

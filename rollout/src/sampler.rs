@@ -1,7 +1,10 @@
 //! Draws the next token. The random number of a draw is a pure function of (seed, rollout id, token position), so the
 //! same rollout comes out whatever the batch, the schedule or the number of threads.
 
-use kernels::logits::softmax_parts;
+use kernels::logits::{CHUNK, Chunk, at_cumulative, first_greatest, summarise, total};
+use kernels::pool::Parts;
+
+use crate::model::{ForwardOutput, Workspace};
 
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,56 +24,53 @@ pub struct Drawn {
     pub logprob: f32,
 }
 
-/// Draws from `logits` `[V]`, which become scratch.
+/// Draws from `logits` `[V]`, whose `chunks` under temperature 1 become scratch.
 ///
 /// Inverse-CDF sampling: the first token whose cumulative probability exceeds the uniform number.
 ///
 /// `None` when the logits are not finite: the weights are broken, and no token would mean anything.
-pub fn draw(logits: &mut [f32], sampling: Sampling, rollout_id: u64, position: u64) -> Option<Drawn> {
+pub fn draw(logits: &[f32], chunks: &mut [Chunk], sampling: Sampling, rollout_id: u64, position: u64) -> Option<Drawn> {
     let greedy = sampling.temperature <= 0.0;
     let temperature = if greedy { 1.0 } else { sampling.temperature };
-    let best = argmax(logits);
-    if !logits[best].is_finite() {
-        return None;
+    if temperature != 1.0 {
+        summarise(logits, temperature, chunks);
     }
-    // Unnormalised probabilities: exp(logit / temperature - top).
-    let (_, total) = softmax_parts(logits, temperature);
+    let row = total(chunks);
     // One logit that is not a number spoils the sum; so does a quotient beyond f32.
-    if !total.is_finite() {
+    if !row.total.is_finite() {
         return None;
     }
     let token = if greedy {
-        best
+        first_greatest(logits, chunks)
     } else {
-        let target = uniform(sampling.seed, rollout_id, position) * f64::from(total);
-        let mut cumulative = 0.0;
-        let mut last = best;
-        let mut found = None;
-        for (token, &p) in logits.iter().enumerate() {
-            if p > 0.0 {
-                cumulative += f64::from(p);
-                last = token;
-                if cumulative > target {
-                    found = Some(token);
-                    break;
-                }
-            }
-        }
-        // The sum in f64 may end a rounding below `total`: the last possible token takes that sliver.
-        found.unwrap_or(last)
+        let target = uniform(sampling.seed, rollout_id, position) * row.total;
+        at_cumulative(logits, temperature, row.greatest, chunks, target)
     };
-    Some(Drawn { token: token as u32, logprob: logits[token].ln() - total.ln() })
+    Some(Drawn { token: token as u32, logprob: row.logprob(logits[token], temperature) })
 }
 
-/// The first of the greatest; NaN only if all are.
-pub(crate) fn argmax(x: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, &v) in x.iter().enumerate() {
-        if v > x[best] || x[best].is_nan() {
-            best = i;
+/// [`draw`]s a token after each row of a forward pass, on the threads of its pool: `of_row` says how, for which rollout
+/// and at which position.
+pub fn draw_rows(
+    workspace: &mut Workspace,
+    output: &mut ForwardOutput,
+    drawn: &mut Vec<Option<Drawn>>,
+    of_row: impl Fn(usize) -> (Sampling, u64, u64) + Sync,
+) {
+    let (vocab_size, num_chunks) = (output.vocab_size, output.vocab_size.div_ceil(CHUNK));
+    drawn.clear();
+    drawn.resize(output.chunks.len() / num_chunks.max(1), None);
+    let pool = workspace.pool();
+    let num_rows = drawn.len();
+    let drawn = Parts::new(drawn, 1, pool.num_threads());
+    let (logits, chunks) = (&output.logits, Parts::new(&mut output.chunks, num_chunks, pool.num_threads()));
+    pool.run_items(num_rows, &|t| {
+        let rows = drawn.take(t).iter_mut().zip(chunks.take(t).chunks_exact_mut(num_chunks));
+        for (i, (drawn, chunks)) in drawn.share(t).zip(rows) {
+            let (sampling, rollout_id, position) = of_row(i);
+            *drawn = draw(&logits[i * vocab_size..][..vocab_size], chunks, sampling, rollout_id, position);
         }
-    }
-    best
+    });
 }
 
 /// A uniform number in [0, 1) with 53 bits, from Philox4x32-10 keyed by the seed, counting (rollout id, position).
@@ -100,6 +100,12 @@ fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 mod tests {
     use super::*;
 
+    fn draw(logits: &[f32], sampling: Sampling, rollout_id: u64, position: u64) -> Option<Drawn> {
+        let mut chunks = vec![Chunk::default(); logits.len().div_ceil(CHUNK)];
+        summarise(logits, 1.0, &mut chunks);
+        super::draw(logits, &mut chunks, sampling, rollout_id, position)
+    }
+
     /// The known-answer vectors published with the generator (Random123, kat_vectors).
     #[test]
     fn philox_gives_the_published_answers() {
@@ -114,7 +120,7 @@ mod tests {
     #[test]
     fn greedy_takes_the_lowest_of_equal_tokens() {
         let sampling = Sampling { temperature: 0.0, seed: 1 };
-        let drawn = draw(&mut [0.0, 2.0, 2.0, 1.0], sampling, 0, 0).expect("finite");
+        let drawn = draw(&[0.0, 2.0, 2.0, 1.0], sampling, 0, 0).expect("finite");
         assert_eq!(drawn.token, 1);
         let total = 2.0 * 2f32.exp() + 1.0 + 1f32.exp();
         assert!((drawn.logprob - (2.0 - total.ln())).abs() < 1e-6);
@@ -127,10 +133,10 @@ mod tests {
             for broken in
                 [[f32::NAN; 2], [f32::NEG_INFINITY; 2], [0.0, f32::INFINITY], [0.0, f32::NAN], [f32::NAN, 0.0]]
             {
-                assert_eq!(draw(&mut broken.clone(), sampling, 0, 0), None, "{broken:?}");
+                assert_eq!(draw(&broken, sampling, 0, 0), None, "{broken:?}");
             }
         }
-        assert_eq!(draw(&mut [1e20, 0.0], Sampling { temperature: 1e-30, seed: 1 }, 0, 0), None);
+        assert_eq!(draw(&[1e20, 0.0], Sampling { temperature: 1e-30, seed: 1 }, 0, 0), None);
     }
 
     #[test]
@@ -142,7 +148,7 @@ mod tests {
         let mut counts = [0.0; 4];
         let draws = 40_000;
         for position in 0..draws {
-            let drawn = draw(&mut logits.clone(), sampling, 3, position).expect("finite");
+            let drawn = draw(&logits, sampling, 3, position).expect("finite");
             counts[drawn.token as usize] += 1.0;
             let p = weights[drawn.token as usize] / total;
             assert!((f64::from(drawn.logprob) - p.ln()).abs() < 1e-5);

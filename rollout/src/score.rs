@@ -1,10 +1,9 @@
 //! `rollout score` and `rollout diff`: log-probabilities of given tokens under one checkpoint, and how far two are apart.
 
-use kernels::logits::softmax_parts;
+use kernels::logits::{self, Chunk, first_greatest};
 
 use crate::kv_cache::KvCache;
 use crate::model::{ForwardOutput, Model, Segment, Workspace};
-use crate::sampler::argmax;
 
 /// Tokens that one forward pass takes: logits of a large vocabulary take much room.
 const CHUNK: usize = 64;
@@ -59,14 +58,13 @@ pub struct Scores {
 /// When there are fewer than two tokens, more than the context holds, one outside the vocabulary, or logits are broken.
 pub fn score(model: &Model, tokens: &[u32]) -> Result<Scores, ScoreError> {
     let mut scores = Scores::default();
-    walk(&[model], tokens, |position, [logits]| {
+    walk(&[model], tokens, |position, [(logits, chunks)]| {
         let next = tokens[position] as usize;
-        let (greatest, logit) = (argmax(logits), logits[next]);
-        let (top, total) = softmax_parts(logits, 1.0);
-        let logprob = logit - top - total.ln();
+        let sum = logits::total(chunks);
+        let logprob = sum.logprob(logits[next], 1.0);
         scores.logprobs.push(logprob);
-        scores.is_greedy.push(next == greatest);
-        logprob.is_finite() && total.is_finite()
+        scores.is_greedy.push(next == first_greatest(logits, chunks));
+        logprob.is_finite() && sum.total.is_finite()
     })?;
     Ok(scores)
 }
@@ -98,7 +96,8 @@ impl Divergence {
     pub fn measure(a: &Model, b: &Model, tokens: &[u32]) -> Result<Self, ScoreError> {
         let mut out = Self::default();
         walk(&[a, b], tokens, |position, [a, b]| {
-            let same_greedy = argmax(a) == argmax(b);
+            let same_greedy = first_greatest(a.0, a.1) == first_greatest(b.0, b.1);
+            let (a, b) = (a.0, b.0);
             // Log-probabilities in f64 from the engine's f32 logits: a KL of nearly equal models is a small difference.
             let normaliser = |logits: &[f32]| {
                 let top = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
@@ -107,7 +106,7 @@ impl Divergence {
             let (norm_a, norm_b) = (normaliser(a), normaliser(b));
             let kl: f64 = a
                 .iter()
-                .zip(&*b)
+                .zip(b)
                 .map(|(x, y)| {
                     let (x, y) = (f64::from(*x) - norm_a, f64::from(*y) - norm_b);
                     x.exp() * (x - y)
@@ -145,12 +144,15 @@ impl Divergence {
     }
 }
 
+/// A row of logits and its sums under temperature 1.
+type LogitRow<'a> = (&'a [f32], &'a mut [Chunk]);
+
 /// Runs `models` over `tokens` and hands each position's logits, with the position that they predict, to `visit`, which
 /// says whether they made sense.
 fn walk<const M: usize>(
     models: &[&Model; M],
     tokens: &[u32],
-    mut visit: impl FnMut(usize, [&mut [f32]; M]) -> bool,
+    mut visit: impl FnMut(usize, [LogitRow<'_>; M]) -> bool,
 ) -> Result<(), ScoreError> {
     let vocab_size = models[0].config().vocab_size;
     let context = models.iter().map(|model| model.config().max_position_embeddings).min().unwrap_or(0);
@@ -173,7 +175,10 @@ fn walk<const M: usize>(
             let segment = Segment { cache, tokens: chunk, all_logits: true };
             model.forward(&mut [segment], &mut workspace, out, None);
         }
-        let mut rows = outputs.each_mut().map(|out| out.logits.chunks_exact_mut(vocab_size));
+        let num_chunks = vocab_size.div_ceil(logits::CHUNK);
+        let mut rows = outputs
+            .each_mut()
+            .map(|out| out.logits.chunks_exact(vocab_size).zip(out.chunks.chunks_exact_mut(num_chunks)));
         for row in 0..chunk.len() {
             let position = chunk_idx * CHUNK + row + 1;
             let logits = rows.each_mut().map(|rows| rows.next().expect("a row of logits for every token"));

@@ -6,8 +6,8 @@ mod machine;
 
 use kernels::hyper_connection as hc;
 use kernels::linear::{Linear, PANEL, Rows, Scratch};
-use kernels::pool::{ColumnPart, Columns, Parts, Pool};
-use kernels::{Backend, activation, attention, compressor, indexer, logits, math, norm, quant, router, set_backend};
+use kernels::pool::{Columns, Parts, Pool};
+use kernels::{Backend, activation, attention, compressor, experts, indexer, logits, norm, quant, router, set_backend};
 use machine::{Machine, median};
 
 /// Weights that are used in turn, so that each use reads them from memory.
@@ -178,23 +178,28 @@ fn small_ops(bench: &mut Bench) {
         compressor::pool([block(0), block(128)], &mut pooled);
     });
 
-    let logits = values(8192);
-    let mut row = logits.clone();
-    bench.time("softmax of 8192 logits (one thread)", 2.0 * f32s(8192), (18 * 8192) as f64, |_| {
-        row.copy_from_slice(&logits);
-        logits::softmax_parts(&mut row, 0.7);
+    let row = values(129_280);
+    let mut chunks = vec![logits::Chunk::default(); row.len().div_ceil(logits::CHUNK)];
+    bench.time("log-sum-exp of 129280 logits (one thread)", f32s(row.len()), (18 * row.len()) as f64, |_| {
+        logits::summarise(&row, 0.7, &mut chunks);
+    });
+    let summed = chunks.clone();
+    let flops = (18 * (chunks.len() + logits::CHUNK)) as f64;
+    bench.time("draw of 129280 (one thread)", f32s(2 * chunks.len() + logits::CHUNK), flops, |_| {
+        chunks.copy_from_slice(&summed);
+        let sum = logits::total(&mut chunks);
+        std::hint::black_box(logits::at_cumulative(&row, 0.7, sum.greatest, &chunks, 0.7 * sum.total));
     });
     let (scored, bias, mut chosen) = (values(256), vec![0.0; 256], [0; 6]);
     let mut row = scored.clone();
-    bench.time("router, 256 experts (one thread)", f32s(256), (20 * 256) as f64, |_| {
-        row.copy_from_slice(&scored);
-        router::score(&mut row);
+    bench.time("router, 256 experts (one thread)", f32s(256), (30 * 256) as f64, |_| {
+        router::score(&scored, &mut row);
         router::choose(&row, &bias, &mut chosen);
     });
 }
 
 /// The routed experts of a V4-Flash layer, 64 of its 256: gate and up, SwiGLU, down, weighted sum.
-fn experts(bench: &mut Bench) {
+fn expert_layers(bench: &mut Bench) {
     let (d, inter, num_experts, k) = (4096, 2048, 64, 6);
     if bench.filter.as_ref().is_some_and(|filter| !"expert layer".contains(filter.as_str())) {
         return;
@@ -202,53 +207,32 @@ fn experts(bench: &mut Bench) {
     let (up, down) = (weight("MXFP4", inter, d), weight("MXFP4", d, inter));
     let w1: Vec<Linear> = vec![up; num_experts];
     let (w3, w2) = (w1.clone(), vec![down; num_experts]);
+    let expert = |e: usize| experts::Expert { gate: &w1[e], up: &w3[e], down: &w2[e] };
     let num_threads = bench.pool.num_threads();
-    let mut scratch: Vec<(Scratch, Vec<f32>)> = (0..num_threads).map(|_| Default::default()).collect();
+    let mut scratch: Vec<experts::Scratch> = (0..num_threads).map(|_| Default::default()).collect();
+    let mut pairs = experts::Pairs::default();
     for tokens in [1, 32, 128] {
         let x = values(tokens * d);
         // Token r goes to experts r * 11, r * 11 + 7, ...: nobody twice.
-        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); num_experts];
-        (0..tokens).for_each(|r| (0..k).for_each(|i| rows[(r * 11 + i * 7) % num_experts].push(r as u32)));
-        let used = rows.iter().filter(|rows| !rows.is_empty()).count();
+        let chosen: Vec<u16> =
+            (0..tokens).flat_map(|r| (0..k).map(move |i| ((r * 11 + i * 7) % num_experts) as u16)).collect();
+        pairs.order(num_experts, &vec![0.25; tokens * k], k, |r| &chosen[r * k..][..k]);
         let (mut hidden, mut y) = (vec![0.0; tokens * k * inter], vec![0.0; tokens * d]);
-        let bytes = (used * (2 * w1[0].num_bytes() + w2[0].num_bytes())) as f64;
+        let bytes = (pairs.runs().len() * (2 * w1[0].num_bytes() + w2[0].num_bytes())) as f64;
         let flops = (2 * 3 * tokens * k * d * inter) as f64;
         bench.time(&format!("expert layer 4096-2048-4096, top 6, {tokens} tokens"), bytes, flops, |pool| {
+            let (pairs, x) = (&pairs, Rows::new(&x, d));
             {
                 let hidden = Columns::new(&mut hidden, inter, PANEL, num_threads);
                 let scratch = Parts::new(&mut scratch, 1, num_threads);
                 pool.run(&|t| {
-                    let (mut hidden, (scratch, up)) = (hidden.take(t), &mut scratch.take(t)[0]);
-                    let (columns, mut from) = (hidden.columns(), 0);
-                    for (rows, (w1, w3)) in rows.iter().zip(w1.iter().zip(&w3)) {
-                        let x = Rows::new(&x, d).choose(rows);
-                        let mut gate = hidden.rows(from..from + rows.len());
-                        up.resize(rows.len() * columns.len(), 0.0);
-                        w1.forward(x, &mut gate, scratch);
-                        w3.forward(x, &mut ColumnPart::new(up, columns.clone()), scratch);
-                        for (r, up) in up.chunks_exact(columns.len()).enumerate() {
-                            activation::swiglu(gate.row(r, columns.clone()), up, 10.0);
-                        }
-                        from += rows.len();
-                    }
+                    experts::hidden(pairs, expert, x, 10.0, &mut hidden.take(t), &mut scratch.take(t)[0]);
                 });
             }
             y.fill(0.0);
-            let y = Columns::new(&mut y, d, PANEL, num_threads);
+            let (y, hidden) = (Columns::new(&mut y, d, PANEL, num_threads), &hidden);
             let scratch = Parts::new(&mut scratch, 1, num_threads);
-            pool.run(&|t| {
-                let (mut y, (scratch, product)) = (y.take(t), &mut scratch.take(t)[0]);
-                let (columns, mut from) = (y.columns(), 0);
-                for (rows, w2) in rows.iter().zip(&w2) {
-                    let x = Rows::new(&hidden[from * inter..(from + rows.len()) * inter], inter);
-                    product.resize(rows.len() * columns.len(), 0.0);
-                    w2.forward(x, &mut ColumnPart::new(product, columns.clone()), scratch);
-                    for (r, product) in rows.iter().zip(product.chunks_exact(columns.len())) {
-                        math::add_scaled(y.row(*r as usize, columns.clone()), 0.25, product);
-                    }
-                    from += rows.len();
-                }
-            });
+            pool.run(&|t| experts::add_outputs(pairs, expert, hidden, &mut y.take(t), &mut scratch.take(t)[0]));
         });
     }
 }
@@ -308,7 +292,7 @@ fn main() {
                 filter: filter.clone(),
             };
             products(&mut bench);
-            experts(&mut bench);
+            expert_layers(&mut bench);
             small_ops(&mut bench);
             quantisers(&mut bench);
         }

@@ -7,9 +7,11 @@
 
 use std::ops::Range;
 
+use kernels::experts::{self, Pairs};
 use kernels::linear::{PANEL, Rows, Scratch};
+use kernels::logits::{self, Chunk};
 use kernels::pool::{ColumnPart, Columns, Parts, Pool, share};
-use kernels::{activation, attention, hyper_connection as hc, indexer, math, norm, rope::Rotation, router};
+use kernels::{attention, hyper_connection as hc, indexer, norm, rope::Rotation, router};
 
 use super::weights::{Collapse, Compressor, Expert, HyperConnection, Indexer, Layer, Model};
 use super::{CSA_RATIO, LayerKind, ModelConfig, Trace};
@@ -31,6 +33,10 @@ pub struct Segment<'a> {
 pub struct ForwardOutput {
     /// `[_, V]`: for each segment in turn, its last row or all of its rows.
     pub logits: Vec<f32>,
+    /// Their sums under temperature 1, chunk by chunk: `[_, ceil(V / CHUNK)]`.
+    pub chunks: Vec<Chunk>,
+    /// V.
+    pub vocab_size: usize,
     /// Expert choices of all rows, `[R, layers, K]`; of multi-token prediction `[R, 1, K]`.
     pub expert_idx: Vec<u16>,
     /// Indexer selections of all rows, `[R, CSA layers, index_topk]`; unused slots hold `u32::MAX`.
@@ -71,7 +77,7 @@ pub struct Workspace {
     attended: Vec<f32>,
     grouped: Vec<f32>,
     expert_weight: Vec<f32>,
-    routed: Routed,
+    pairs: Pairs,
     hidden: Vec<f32>,
     shared_hidden: Vec<f32>,
     gathered: Vec<f32>,
@@ -89,60 +95,13 @@ struct Series {
 #[derive(Debug, Default)]
 struct ThreadScratch {
     linear: Scratch,
-    /// A product that is not a result yet.
-    product: Vec<f32>,
+    experts: experts::Scratch,
     /// A key, or an indexer's weights.
     row: Vec<f32>,
     scores: Vec<f32>,
     attention: Vec<f32>,
     picks: Vec<u32>,
     rotation: Rotation,
-}
-
-/// The (row, expert) pairs of a batch, ordered by expert, then by row.
-#[derive(Debug, Default)]
-struct Routed {
-    /// Of each expert that has rows: itself and its pairs.
-    runs: Vec<(usize, Range<usize>)>,
-    /// The row of each pair.
-    row: Vec<u32>,
-    /// Its weight.
-    weight: Vec<f32>,
-    next: Vec<usize>,
-}
-
-impl Routed {
-    /// Orders the choices `expert_idx(r)`, with their weights `[R, K]`.
-    fn order<'a>(&mut self, num_experts: usize, weight: &[f32], k: usize, expert_idx: impl Fn(usize) -> &'a [u16]) {
-        let num_rows = weight.len() / k;
-        self.next.clear();
-        self.next.resize(num_experts, 0);
-        for r in 0..num_rows {
-            for &expert in expert_idx(r) {
-                self.next[usize::from(expert)] += 1;
-            }
-        }
-        self.runs.clear();
-        let mut from = 0;
-        for (expert, next) in self.next.iter_mut().enumerate() {
-            let to = from + *next;
-            if to > from {
-                self.runs.push((expert, from..to));
-            }
-            *next = from;
-            from = to;
-        }
-        self.row.resize(weight.len(), 0);
-        self.weight.resize(weight.len(), 0.0);
-        for (r, weight) in weight.chunks_exact(k).enumerate() {
-            for (&expert, weight) in expert_idx(r).iter().zip(weight) {
-                let at = self.next[usize::from(expert)];
-                self.next[usize::from(expert)] += 1;
-                self.row[at] = r as u32;
-                self.weight[at] = *weight;
-            }
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -212,7 +171,7 @@ impl Workspace {
             attended: Vec::new(),
             grouped: Vec::new(),
             expert_weight: Vec::new(),
-            routed: Routed::default(),
+            pairs: Pairs::default(),
             hidden: Vec::new(),
             shared_hidden: Vec::new(),
             gathered: Vec::new(),
@@ -809,8 +768,7 @@ impl Model {
                 let gate = self.matrix(layer.gate);
                 gate.forward(Rows::new(x, d), &mut ColumnPart::new(logits, 0..num_experts), &mut scratch.linear);
                 let scores = sized(&mut scratch.scores, logits.len());
-                scores.copy_from_slice(logits);
-                router::score(scores);
+                router::score(logits, scores);
                 let rows = scores.chunks_exact(num_experts).zip(weight_rows.take(t).chunks_exact_mut(k));
                 let rows = rows.zip(chosen_rows.take(t).chunks_exact_mut(num_layers * k));
                 for (r, ((scores, weight), chosen)) in weight_rows.share(t).zip(rows) {
@@ -830,10 +788,10 @@ impl Model {
             (ws.router_logits, ws.expert_weight, ws.tokens) = (logits, weight, tokens);
         }
         let chosen = |r: usize| &out.expert_idx[r * num_layers * k + slot..][..k];
-        ws.routed.order(num_experts, &ws.expert_weight, k, chosen);
+        ws.pairs.order(num_experts, &ws.expert_weight, k, chosen);
 
         self.expert_hidden(layer, ws);
-        let Workspace { pool, threads, routed, hidden, shared_hidden, y, .. } = ws;
+        let Workspace { pool, threads, pairs, hidden, shared_hidden, y, .. } = ws;
         let threads = Parts::new(threads, 1, num_threads);
         let shared_hidden = Rows::new(shared_hidden, self.matrix(layer.shared.w2).inputs());
         if let Some((trace, op)) = layer.op("shared_out", &mut trace) {
@@ -843,39 +801,23 @@ impl Model {
             trace.numbers(op, &[d], shared);
         }
         let y = columns(y, num_rows, d, num_threads);
-        let hidden = &*hidden;
         pool.run(&|t| {
-            let (mut y, ThreadScratch { linear, product, .. }) = (y.take(t), own(&threads, t));
-            self.matrix(layer.shared.w2).forward(shared_hidden, &mut y, linear);
-            let columns = y.columns();
-            for (expert, pairs) in &routed.runs {
-                let w2 = self.matrix(layer.experts[*expert].w2);
-                let hidden = &hidden[pairs.start * w2.inputs()..pairs.end * w2.inputs()];
-                let product = sized(product, pairs.len() * columns.len());
-                w2.forward(Rows::new(hidden, w2.inputs()), &mut ColumnPart::new(product, columns.clone()), linear);
-                for (pair, product) in pairs.clone().zip(product.chunks_exact(columns.len().max(1))) {
-                    let y = y.row(routed.row[pair] as usize, columns.clone());
-                    math::add_scaled(y, routed.weight[pair], product);
-                }
-            }
+            let (mut y, scratch) = (y.take(t), own(&threads, t));
+            self.matrix(layer.shared.w2).forward(shared_hidden, &mut y, &mut scratch.linear);
+            let expert = |idx: usize| self.expert(&layer.experts[idx]);
+            experts::add_outputs(pairs, expert, hidden, &mut y, &mut scratch.experts);
         });
 
         if let Some(trace) = trace {
             // In the order of ascending experts, in which every implementation can tell them.
-            let mut pairs: Vec<(u32, usize)> = Vec::with_capacity(num_rows * k);
-            let experts =
-                ws.routed.runs.iter().flat_map(|(expert, pairs)| pairs.clone().map(move |pair| (*expert, pair)));
-            let mut expert_of = vec![0; num_rows * k];
-            for (expert, pair) in experts {
-                expert_of[pair] = expert as u32;
-                pairs.push((ws.routed.row[pair], pair));
-            }
+            let runs = ws.pairs.runs().iter().flat_map(|(expert, run)| run.clone().map(move |pair| (*expert, pair)));
+            let mut pairs: Vec<_> = runs.map(|(expert, pair)| (ws.pairs.rows()[pair], expert as u32, pair)).collect();
             pairs.sort_unstable();
             let name = &layer.name;
             trace.numbers(format!("{name}.router.logits"), &[num_experts], ws.router_logits.clone());
-            let experts = pairs.chunks_exact(k).map(|row| row.iter().map(|&(_, pair)| expert_of[pair]).collect());
+            let experts = pairs.chunks_exact(k).map(|row| row.iter().map(|&(_, expert, _)| expert).collect());
             trace.choices(format!("{name}.router.experts"), experts);
-            let weights = pairs.iter().map(|&(_, pair)| ws.routed.weight[pair]).collect();
+            let weights = pairs.iter().map(|&(_, _, pair)| ws.pairs.weights()[pair]).collect();
             trace.numbers(format!("{name}.router.weights"), &[k], weights);
             trace.numbers(format!("{name}.ffn_out"), &[d], ws.y.clone());
         }
@@ -885,32 +827,26 @@ impl Model {
     fn expert_hidden(&self, layer: &Layer, ws: &mut Workspace) {
         let config = &self.config;
         let (limit, num_threads) = (config.swiglu_limit, ws.pool.num_threads());
-        let Workspace { pool, threads, routed, hidden, shared_hidden, x, rows, .. } = ws;
+        let Workspace { pool, threads, pairs, hidden, shared_hidden, x, rows, .. } = ws;
         let threads = Parts::new(threads, 1, num_threads);
-        let hidden = columns(hidden, routed.row.len(), config.moe_intermediate_size, num_threads);
-        let shared_width = self.matrix(layer.shared.w1).outputs();
-        let shared_hidden = columns(shared_hidden, rows.len(), shared_width, num_threads);
+        let hidden = columns(hidden, pairs.rows().len(), config.moe_intermediate_size, num_threads);
+        let shared = self.expert(&layer.shared);
+        let shared_hidden = columns(shared_hidden, rows.len(), shared.gate.outputs(), num_threads);
         let x = Rows::new(x, config.hidden_size);
-        let expert = |expert: &Expert, x: Rows<'_>, gate: &mut ColumnPart<'_>, scratch: &mut ThreadScratch| {
-            let columns = gate.columns();
-            let up = sized(&mut scratch.product, x.len() * columns.len());
-            self.matrix(expert.w1).forward(x, gate, &mut scratch.linear);
-            self.matrix(expert.w3).forward(x, &mut ColumnPart::new(up, columns.clone()), &mut scratch.linear);
-            for (r, up) in up.chunks_exact(columns.len().max(1)).enumerate() {
-                activation::swiglu(gate.row(r, columns.clone()), up, limit);
-            }
-        };
         pool.run(&|t| {
-            let (mut hidden, scratch) = (hidden.take(t), own(&threads, t));
-            expert(&layer.shared, x, &mut shared_hidden.take(t), scratch);
-            for (idx, pairs) in &routed.runs {
-                let rows = x.choose(&routed.row[pairs.clone()]);
-                expert(&layer.experts[*idx], rows, &mut hidden.rows(pairs.clone()), scratch);
-            }
+            let scratch = &mut own(&threads, t).experts;
+            shared.hidden(x, limit, &mut shared_hidden.take(t), scratch);
+            let expert = |idx: usize| self.expert(&layer.experts[idx]);
+            experts::hidden(pairs, expert, x, limit, &mut hidden.take(t), scratch);
         });
     }
 
-    /// Logits of the rows that were asked for.
+    fn expert(&self, expert: &Expert) -> experts::Expert<'_> {
+        let [gate, up, down] = [expert.w1, expert.w3, expert.w2].map(|id| self.matrix(id));
+        experts::Expert { gate, up, down }
+    }
+
+    /// Logits of the rows that were asked for, with the sums of their chunks.
     fn head(
         &self,
         collapse: &Collapse,
@@ -960,9 +896,22 @@ impl Model {
             norm::rms_norm(&mut ws.x, norm_weight, config.rms_norm_eps);
         }
         let threads = Parts::new(&mut ws.threads, 1, num_threads);
-        let logits = columns(&mut out.logits, num_rows, config.vocab_size, num_threads);
+        let (vocab_size, num_chunks) = (config.vocab_size, config.vocab_size.div_ceil(logits::CHUNK));
+        out.vocab_size = vocab_size;
+        out.chunks.resize(num_rows * num_chunks, Chunk::default());
+        let logits =
+            Columns::new(sized(&mut out.logits, num_rows * vocab_size), vocab_size, logits::CHUNK, num_threads);
+        let chunks = Columns::new(&mut out.chunks, num_chunks, 1, num_threads);
         let x = Rows::new(&ws.x, d);
-        ws.pool.run(&|t| self.matrix(self.head).forward(x, &mut logits.take(t), &mut own(&threads, t).linear));
+        ws.pool.run(&|t| {
+            let (mut logits, mut chunks) = (logits.take(t), chunks.take(t));
+            self.matrix(self.head).forward(x, &mut logits, &mut own(&threads, t).linear);
+            let (columns, chunk_columns) = (logits.columns(), chunks.columns());
+            for r in 0..num_rows {
+                let chunks = chunks.row(r, chunk_columns.clone());
+                logits::summarise(logits.row(r, columns.clone()), 1.0, chunks);
+            }
+        });
         if let (Some(trace), Some(collapsed)) = (trace, collapsed) {
             trace.numbers(format!("{prefix}head_collapsed"), &[d], collapsed);
             trace.numbers(format!("{prefix}final_norm"), &[d], ws.x.clone());

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 
 use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use kernels::quant::{FP8_TILE, MXFP4_BLOCK};
-use kernels::quant::{Fp8, Mxfp4, dequantize_fp8, dequantize_mxfp4, mxfp4_to_fp8, quantize_fp8, quantize_mxfp4};
+use kernels::quant::{
+    Fp8, Mxfp4, dequantize_fp8, dequantize_mxfp4, mxfp4_to_fp8, quantize_fp8, quantize_mxfp4, quantize_mxfp4_bf16,
+};
 
 use super::Format;
 
@@ -102,6 +105,10 @@ impl HostTensor {
             if let Some(Fp8 { codes, scales }) = mxfp4_to_fp8(&m, shape[0], shape[1]) {
                 return Self { shape, data: TensorData::Fp8 { codes, scales } };
             }
+        }
+        if let (TensorData::Bf16(values), Format::Mxfp4, true) = (&self.data, format, format.fits(&shape)) {
+            let Mxfp4 { codes, scales } = quantize_mxfp4_bf16(values.reinterpret_cast());
+            return Self { shape, data: TensorData::Mxfp4 { codes, scales } };
         }
         let TensorData::F32(values) = self.into_f32().data else { panic!("a table of integers has no other format") };
         let data = match format {
