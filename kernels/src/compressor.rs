@@ -1,29 +1,32 @@
 //! Pools a block of tokens into one compressed entry (v4/SPEC 4.2). Shapes: m candidates, e channels.
 
 use crate::math::exp;
+use crate::pages::PagedRows;
 
 /// Channels that are pooled together.
 const CHANNELS: usize = 16;
 
-/// Candidates of a block: rows of `kv` and `gate`, `stride` values each, of which the entry's channels start at `from`.
+/// Candidates of a block: the first `len` of some rows, whose values and gates for the entry's channels start at `kv` and
+/// at `gate`.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidates<'a> {
-    /// `[m, stride]`.
-    pub kv: &'a [f32],
-    /// `[m, stride]`.
-    pub gate: &'a [f32],
-    /// Values of a row.
-    pub stride: usize,
-    /// Where the entry's channels start in a row.
-    pub from: usize,
+    /// Where they lie.
+    pub rows: PagedRows<'a>,
+    /// m.
+    pub len: usize,
+    /// The first value of a row.
+    pub kv: usize,
+    /// The first gate of a row.
+    pub gate: usize,
 }
 
 impl<'a> Candidates<'a> {
     #[inline(always)]
     fn rows(self, channel: usize, width: usize) -> impl Iterator<Item = (&'a [f32], &'a [f32])> {
-        let at = move |row: &'a [f32]| &row[self.from + channel..][..width];
-        let rows = self.kv.chunks_exact(self.stride).zip(self.gate.chunks_exact(self.stride));
-        rows.map(move |(kv, gate)| (at(kv), at(gate)))
+        (0..self.len).map(move |i| {
+            let row = self.rows.row(i);
+            (&row[self.kv + channel..][..width], &row[self.gate + channel..][..width])
+        })
     }
 }
 
@@ -33,7 +36,7 @@ vectorised! {
     /// # Panics
     /// When there is no candidate.
     pub fn pool(candidates: [Candidates<'_>; 2], out: &mut [f32]) {
-        assert!(candidates.iter().any(|c| !c.kv.is_empty()), "a block has at least one token");
+        assert!(candidates.iter().any(|c| c.len > 0), "a block has at least one token");
         let mut channel = 0;
         while channel < out.len() {
             let width = CHANNELS.min(out.len() - channel);

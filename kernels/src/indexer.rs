@@ -4,23 +4,26 @@
 use std::ops::Range;
 
 use crate::lanes::{LANES, Lanes, store};
+use crate::pages::PagedRows;
+
+/// Blocks that lie side by side.
+pub const PANEL: usize = LANES;
 
 /// Index heads that are done together, so that keys are read once for all of them.
 const HEADS: usize = 4;
 
-/// Keys of blocks `[B, e]`, sixteen side by side as the kernel's lanes want them.
-#[derive(Clone, Debug)]
-pub struct Keys {
-    width: usize,
+/// Keys of blocks `[B, e]`, sixteen side by side as the kernel's lanes want them: a panel `[e, 16]` is a row of pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Keys<'a> {
+    panels: PagedRows<'a>,
     len: usize,
-    /// `[B / 16, e, 16]`; what is beyond B are zeros.
-    panels: Vec<f32>,
 }
 
-impl Keys {
-    /// No key of `width` channels yet.
-    pub fn new(width: usize) -> Self {
-        Self { width, len: 0, panels: Vec::new() }
+impl<'a> Keys<'a> {
+    /// The first `len` keys in `panels`; what lies beyond is not read into a score.
+    pub fn new(panels: PagedRows<'a>, len: usize) -> Self {
+        assert!(panels.width().is_multiple_of(LANES), "panels of {} values", panels.width());
+        Self { panels, len }
     }
 
     /// B.
@@ -33,35 +36,37 @@ impl Keys {
         self.len == 0
     }
 
-    /// Adds a key.
-    ///
-    /// # Panics
-    /// When it has another width.
-    pub fn push(&mut self, key: &[f32]) {
-        assert_eq!(key.len(), self.width, "channels of a key");
-        let (panel, lane) = (self.len / LANES * LANES * self.width, self.len % LANES);
-        if lane == 0 {
-            self.panels.resize(panel + LANES * self.width, 0.0);
-        }
-        for (channel, value) in key.iter().enumerate() {
-            self.panels[panel + channel * LANES + lane] = *value;
-        }
-        self.len += 1;
-    }
-
-    /// Makes room for `more` keys.
-    pub fn reserve(&mut self, more: usize) {
-        let panels = (self.len + more).div_ceil(LANES);
-        self.panels.reserve((panels * LANES * self.width).saturating_sub(self.panels.len()));
+    fn width(&self) -> usize {
+        self.panels.width() / LANES
     }
 
     /// The keys one after the other, `[B, e]`.
     pub fn to_rows(&self) -> Vec<f32> {
         let rows = (0..self.len).flat_map(|b| {
-            let panel = &self.panels[b / LANES * LANES * self.width..];
-            (0..self.width).map(move |channel| panel[channel * LANES + b % LANES])
+            let panel = self.panels.row(b / LANES);
+            (0..self.width()).map(move |channel| panel[channel * LANES + b % LANES])
         });
         rows.collect()
+    }
+}
+
+/// Keys `[B, e]` in panels.
+pub fn to_panels(keys: &[f32], width: usize) -> Vec<f32> {
+    let mut panels = vec![0.0; keys.len().div_ceil(PANEL * width) * PANEL * width];
+    for (b, key) in keys.chunks_exact(width).enumerate() {
+        put_key(&mut panels[b / PANEL * PANEL * width..][..PANEL * width], b, key);
+    }
+    panels
+}
+
+/// Puts key `b` into its panel.
+///
+/// # Panics
+/// When the key does not fit.
+pub fn put_key(panel: &mut [f32], b: usize, key: &[f32]) {
+    assert_eq!(panel.len(), key.len() * LANES, "channels of a key");
+    for (column, value) in panel.chunks_exact_mut(LANES).zip(key) {
+        column[b % LANES] = *value;
     }
 }
 
@@ -70,13 +75,12 @@ vectorised! {
     ///
     /// # Panics
     /// When there are no such blocks, they do not begin at a multiple of sixteen, or the sizes do not fit.
-    pub fn scores(lanes s; q: &[f32], weight: &[f32], keys: &Keys, blocks: Range<usize>, scores: &mut [f32]) {
-        let e = keys.width;
+    pub fn scores(lanes s; q: &[f32], weight: &[f32], keys: Keys<'_>, blocks: Range<usize>, scores: &mut [f32]) {
+        let e = keys.width();
         assert!(blocks.start.is_multiple_of(LANES) && blocks.end <= keys.len, "blocks {blocks:?} of {}", keys.len);
         assert!(q.len() == weight.len() * e && scores.len() == blocks.len(), "{} scores", scores.len());
-        let panels = keys.panels[blocks.start * e..].chunks_exact(LANES * e);
-        for (panel, scores) in panels.zip(scores.chunks_mut(LANES)) {
-            let panel = panel.as_chunks::<LANES>().0;
+        for (p, scores) in (blocks.start / LANES..).zip(scores.chunks_mut(LANES)) {
+            let panel = keys.panels.row(p).as_chunks::<LANES>().0;
             let mut sum = s.zero();
             let mut n = 0;
             while n + HEADS <= weight.len() {
@@ -130,6 +134,7 @@ pub fn top_k(scores: &[f32], k: usize, picks: &mut Vec<u32>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pages::OwnedRows;
 
     #[test]
     fn scores_are_those_of_the_formula_from_any_panel_on() {
@@ -138,12 +143,13 @@ mod tests {
             let rows: Vec<f32> = (0..num_blocks * width).map(value).collect();
             let (q, weight): (Vec<f32>, Vec<f32>) =
                 ((5..5 + num_heads * width).map(value).collect(), (3..3 + num_heads).map(value).collect());
-            let mut keys = Keys::new(width);
-            rows.chunks(width).for_each(|key| keys.push(key));
+            // Two panels in a page.
+            let panels = OwnedRows::new(&to_panels(&rows, width), width * LANES, 3 * width * LANES);
+            let keys = Keys::new(panels.view(), num_blocks);
             assert_eq!((keys.len(), keys.to_rows()), (num_blocks, rows.clone()));
             for from in (0..num_blocks).step_by(LANES) {
                 let mut got = vec![f32::NAN; num_blocks - from];
-                scores(&q, &weight, &keys, from..num_blocks, &mut got);
+                scores(&q, &weight, keys, from..num_blocks, &mut got);
                 for (got, key) in got.iter().zip(rows[from * width..].chunks(width)) {
                     let dot = |q: &[f32]| q.iter().zip(key).map(|(a, b)| f64::from(a * b)).sum::<f64>().max(0.0);
                     let want: f64 = q.chunks(width).zip(&weight).map(|(q, w)| f64::from(*w) * dot(q)).sum();

@@ -17,6 +17,7 @@ pub mod indexer;
 pub mod linear;
 pub mod logits;
 pub mod norm;
+pub mod pages;
 pub mod pool;
 pub mod quant;
 pub mod rope;

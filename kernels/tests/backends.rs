@@ -2,6 +2,7 @@
 //! vector width. One test in a binary of its own: the backend is a setting of the whole process.
 
 use kernels::hyper_connection::{self as hc, Gates};
+use kernels::pages::OwnedRows;
 use kernels::{
     Backend, activation, attention, backend, compressor, indexer, logits, norm, quant, rope, router, set_backend,
 };
@@ -61,23 +62,29 @@ fn all_ops(width: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
 
     let (window, entries) = (values(5 * width, seed + 9), values(7 * width, seed + 10));
     let mut attended = vec![0.0; rows * width];
-    let keys = attention::Keys { window: &window, entries: &entries, picks: &[1, 3, 6] };
-    attention::attend(&x, keys, &values(rows, seed + 11), &mut Vec::new(), &mut attended);
+    let [paged_window, paged_entries] = [&window, &entries].map(|rows| OwnedRows::new(rows, width, 3 * width));
+    let (window_rows, entries_rows) = (paged_window.view(), paged_entries.view());
+    let keys = attention::Keys { window: window_rows, range: 0..5, entries: entries_rows, picks: &[1, 3, 6] };
+    attention::attend(&x, keys, &values(rows, seed + 11), &mut attention::Scratch::default(), &mut attended);
     out.push(("attend", attended));
 
     let half = (width / 2).max(1);
-    let [first, second] = [(2, 0), (5, width - half)].map(|(rows, from)| {
-        let (kv, gate) = (&window[..rows * width], &entries[..rows * width]);
-        compressor::Candidates { kv, gate, stride: width, from }
+    let candidates = OwnedRows::new(&values(5 * 2 * width, seed + 9), 2 * width, 5 * width);
+    let candidates = [(2, 0), (5, width - half)].map(|(len, from)| compressor::Candidates {
+        rows: candidates.view(),
+        len,
+        kv: from,
+        gate: width + from,
     });
     let mut pooled = vec![0.0; half];
-    compressor::pool([first, second], &mut pooled);
+    compressor::pool(candidates, &mut pooled);
     out.push(("pool", pooled));
 
-    let mut keys = indexer::Keys::new(width);
-    values(35 * width, seed + 10).chunks_exact(width).for_each(|key| keys.push(key));
+    let panels = indexer::to_panels(&values(35 * width, seed + 10), width);
+    let panels = OwnedRows::new(&panels, width * indexer::PANEL, 2 * width * indexer::PANEL);
+    let keys = indexer::Keys::new(panels.view(), 35);
     let mut scores = vec![0.0; 35];
-    indexer::scores(&x, &values(rows, seed + 12), &keys, 0..35, &mut scores);
+    indexer::scores(&x, &values(rows, seed + 12), keys, 0..35, &mut scores);
     out.push(("indexer", scores));
 
     let mut gate = x.clone();

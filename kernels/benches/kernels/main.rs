@@ -6,6 +6,7 @@ mod machine;
 
 use kernels::hyper_connection as hc;
 use kernels::linear::{Linear, PANEL, Rows, Scratch};
+use kernels::pages::OwnedRows;
 use kernels::pool::{Columns, Parts, Pool};
 use kernels::{Backend, activation, attention, compressor, experts, indexer, logits, norm, quant, router, set_backend};
 use machine::{Machine, median};
@@ -134,28 +135,30 @@ fn small_ops(bench: &mut Bench) {
         pool.run(&|t| activation::swiglu(gate.take(t), &up[gate.share(t).start * d..gate.share(t).end * d], 10.0));
     });
 
-    let (window, entries) = (values(128 * c), values(512 * c));
+    let [window, entries] = [128, 512].map(|rows| OwnedRows::new(&values(rows * c), c, 16 * c));
+    let (window, entries) = (window.view(), entries.view());
     let sink = vec![0.0; h];
     for (name, num_picks) in [("window", 0), ("CSA", 64), ("HCA of 64K", 512)] {
         let picks: Vec<u32> = (0..num_picks as u32).collect();
-        let keys = attention::Keys { window: &window, entries: &entries, picks: &picks };
+        let keys = attention::Keys { window, range: 0..128, entries, picks: &picks };
         let (q, mut out) = (values(ROWS * h * c), vec![0.0; ROWS * h * c]);
         let num_keys = 128 + num_picks;
         let flops = (ROWS * h * num_keys * (4 * c + 20)) as f64;
         bench.time(&format!("attention {name}, 64 rows"), f32s(ROWS * num_keys * c), flops, |pool| {
             let out = Parts::new(&mut out, h * c, num_threads);
             pool.run(&|t| {
-                let mut scores = Vec::new();
+                let mut scratch = attention::Scratch::default();
                 for (out, r) in out.take(t).chunks_exact_mut(h * c).zip(out.share(t)) {
-                    attention::attend(&q[r * h * c..][..h * c], keys, &sink, &mut scores, out);
+                    attention::attend(&q[r * h * c..][..h * c], keys.clone(), &sink, &mut scratch, out);
                 }
             });
         });
     }
 
     let (num_blocks, e, heads) = (16_384, 64, 8);
-    let mut keys = indexer::Keys::new(e);
-    values(num_blocks * e).chunks_exact(e).for_each(|key| keys.push(key));
+    let panels =
+        OwnedRows::new(&indexer::to_panels(&values(num_blocks * e), e), indexer::PANEL * e, 2 * indexer::PANEL * e);
+    let keys = indexer::Keys::new(panels.view(), num_blocks);
     let (q, weight) = (values(heads * e), values(heads));
     let mut scores = vec![0.0; num_blocks];
     let flops = (2 * num_blocks * heads * e) as f64;
@@ -163,7 +166,7 @@ fn small_ops(bench: &mut Bench) {
         let scores = Parts::new(&mut scores, PANEL, num_threads);
         pool.run(&|t| {
             let blocks = scores.share(t).start * PANEL..scores.share(t).end * PANEL;
-            indexer::scores(&q, &weight, &keys, blocks, scores.take(t));
+            indexer::scores(&q, &weight, keys, blocks, scores.take(t));
         });
     });
     let mut picks = Vec::new();
@@ -171,9 +174,8 @@ fn small_ops(bench: &mut Bench) {
         indexer::top_k(&scores, 64, &mut picks);
     });
 
-    let (kv, gates, mut pooled) = (values(128 * c), values(128 * c), vec![0.0; c]);
-    let block =
-        |rows: usize| compressor::Candidates { kv: &kv[..rows * c], gate: &gates[..rows * c], stride: c, from: 0 };
+    let (open, mut pooled) = (OwnedRows::new(&values(128 * 2 * c), 2 * c, 16 * c), vec![0.0; c]);
+    let block = |len: usize| compressor::Candidates { rows: open.view(), len, kv: 0, gate: c };
     bench.time("compressor pool of 128 (one thread)", 2.0 * f32s(128 * c), (16 * 128 * c) as f64, |_| {
         compressor::pool([block(0), block(128)], &mut pooled);
     });

@@ -10,6 +10,7 @@ use std::ops::Range;
 use kernels::experts::{self, Pairs};
 use kernels::linear::{PANEL, Rows, Scratch};
 use kernels::logits::{self, Chunk};
+use kernels::pages::PagedRows;
 use kernels::pool::{ColumnPart, Columns, Parts, Pool, share};
 use kernels::{attention, hyper_connection as hc, indexer, norm, rope::Rotation, router};
 
@@ -99,7 +100,7 @@ struct ThreadScratch {
     /// A key, or an indexer's weights.
     row: Vec<f32>,
     scores: Vec<f32>,
-    attention: Vec<f32>,
+    attention: attention::Scratch,
     picks: Vec<u32>,
     rotation: Rotation,
 }
@@ -191,7 +192,7 @@ impl Workspace {
         reserve(&mut self.scores, 2 * self.threads.len() * blocks);
         for scratch in &mut self.threads {
             reserve(&mut scratch.scores, blocks.max(config.n_routed_experts));
-            reserve(&mut scratch.attention, attention::HEADS * (config.sliding_window + picks));
+            scratch.attention.reserve(config.sliding_window + picks);
             scratch.picks.reserve(blocks.max(picks).saturating_sub(scratch.picks.len()));
         }
     }
@@ -211,7 +212,7 @@ impl Model {
     /// Runs `segments` through the model, advances their caches and fills `out`, and `trace` if one is given.
     ///
     /// # Panics
-    /// When a token is not of the vocabulary.
+    /// When a token is not of the vocabulary, or a cache's pool has no pages for it (see [`KvCache::prepare`]).
     pub fn forward(
         &self,
         segments: &mut [Segment<'_>],
@@ -220,6 +221,9 @@ impl Model {
         mut trace: Option<&mut Trace>,
     ) {
         let config = &self.config;
+        for segment in segments.iter_mut() {
+            segment.cache.prepare(segment.tokens.len()).expect("pages for the tokens of a segment");
+        }
         self.start(segments, |cache| cache.len, ws);
         let num_rows = ws.rows.len();
         out.expert_idx.clear();
@@ -262,6 +266,9 @@ impl Model {
         let mtp = self.mtp.as_ref().expect("a model with a multi-token-prediction block");
         let config = &self.config;
         let (d, n, eps) = (config.hidden_size, config.hc_mult, config.rms_norm_eps);
+        for segment in segments.iter_mut() {
+            segment.cache.prepare_mtp(segment.tokens.len()).expect("pages for the tokens of a segment");
+        }
         self.start(segments, |cache| cache.mtp_len, ws);
         let num_rows = ws.rows.len();
         assert_eq!(streams.len(), num_rows * n * d, "streams of {num_rows} rows");
@@ -326,15 +333,12 @@ impl Model {
     }
 
     /// Lays out the rows of `segments`, which follow the `len_of` tokens of their caches, with their rotations.
-    fn start(&self, segments: &mut [Segment<'_>], len_of: impl Fn(&KvCache) -> usize, ws: &mut Workspace) {
+    fn start(&self, segments: &[Segment<'_>], len_of: impl Fn(&KvCache) -> usize, ws: &mut Workspace) {
         let config = &self.config;
         ws.rows.clear();
         ws.tokens.clear();
         ws.first_rows.clear();
-        for (s, segment) in segments.iter_mut().enumerate() {
-            for layer in &mut segment.cache.layers {
-                layer.window.trim();
-            }
+        for (s, segment) in segments.iter().enumerate() {
             let positions = len_of(segment.cache)..;
             ws.first_rows.push(ws.rows.len());
             ws.rows.extend(positions.take(segment.tokens.len()).map(|position| Row { segment: s, position }));
@@ -670,7 +674,7 @@ impl Model {
                 let cache = cache_of(row);
                 norm::rms_norm_unweighted(q, c, eps);
                 rotations[r].apply(q, c);
-                let entries = cache.compressor.as_ref().map_or(&[][..], |cache| cache.entries());
+                let entries = cache.compressor.as_ref().map_or(PagedRows::none(c), |cache| cache.entries());
                 let visible = visible(row);
                 if layer.indexer.is_none() {
                     scratch.picks.clear();
@@ -688,8 +692,8 @@ impl Model {
                     let noted = picks.next().expect("room for the selection of each item");
                     noted[..scratch.picks.len()].copy_from_slice(&scratch.picks);
                 }
-                let window = cache.window.visible(row.position);
-                let keys = attention::Keys { window, entries, picks: &scratch.picks };
+                let (window, range) = (cache.window.rows(), cache.window.visible(row.position));
+                let keys = attention::Keys { window, range, entries, picks: &scratch.picks };
                 let sink = &sink[part * (h / num_parts)..][..h / num_parts];
                 attention::attend(q, keys, sink, &mut scratch.attention, attended);
                 rotations[r].apply_inverse(attended, c);
