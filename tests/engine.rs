@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock};
 
 use datasets::{FinishReason, Group, Prompt, Rollout};
 use insta::assert_snapshot;
-use rollout::engine::{Engine, GenerateError, GenerateOptions, GroupRequest, Progress};
+use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions};
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::load_weights;
 use rollout::model::{
-    ForwardOutput, Model, ModelConfig, Segment, TensorData, WeightUpdate, Weights, Workspace, checksum,
+    ForwardOutput, Logits, Model, ModelConfig, Segment, TensorData, WeightUpdate, Weights, Workspace, checksum,
     to_engine_format,
 };
-use rollout::sampler::{Sampling, draw};
+use rollout::sampler::{SamplingParams, Scratch, Turn, draw};
 use rollout::tokenizer::Tokenizer;
 
 use crate::program::root;
@@ -29,10 +29,15 @@ fn base() -> &'static (ModelConfig, Weights) {
     })
 }
 
-fn engine_with(weights: &Weights, num_threads: usize) -> Engine {
+fn engine_by(weights: &Weights, stop_tokens: &[u32], options: SchedulerOptions) -> Engine {
     let (config, _) = base();
     let tokenizer = Tokenizer::load(&root().join("recipes/quickstart_base"), config.vocab_size).expect("a tokenizer");
-    Engine::new(Model::new(config, 0, weights), tokenizer, num_threads)
+    Engine::new(Model::new(config, 0, weights), tokenizer, stop_tokens.to_vec(), options)
+}
+
+fn engine_with(weights: &Weights, num_threads: usize) -> Engine {
+    let options = SchedulerOptions { num_threads, ..SchedulerOptions::default() };
+    engine_by(weights, base().0.eos_token_id.ids(), options)
 }
 
 fn engine(num_threads: usize) -> Engine {
@@ -58,16 +63,12 @@ fn requests() -> Vec<GroupRequest> {
 }
 
 /// Hot enough that a wrong logit in its last bits shows in some token, long enough that indexers select.
-fn options() -> GenerateOptions {
-    GenerateOptions {
-        sampling: Sampling { temperature: 2.0, seed: 11 },
-        max_response_tokens: 40,
-        max_batch_rollouts: 256,
-    }
+fn options() -> SamplingParams {
+    SamplingParams { temperature: 2.0, seed: 11, max_tokens: 40, ..SamplingParams::default() }
 }
 
 #[track_caller]
-fn generate(engine: &Engine, requests: &[GroupRequest], options: &GenerateOptions) -> Vec<Group> {
+fn generate(engine: &Engine, requests: &[GroupRequest], options: &SamplingParams) -> Vec<Group> {
     engine.generate(requests, options, &Progress::default()).expect("generates")
 }
 
@@ -92,7 +93,8 @@ fn rollouts_do_not_depend_on_threads_batch_or_company() {
         assert_eq!(all_said(&got), all_said(&want), "{num_threads} threads");
     }
     for max_batch_rollouts in [1, 2, 5] {
-        let got = generate(&engine(1), &requests, &GenerateOptions { max_batch_rollouts, ..options() });
+        let few = SchedulerOptions { num_threads: 1, max_batch: max_batch_rollouts, ..SchedulerOptions::default() };
+        let got = generate(&engine_by(&base().1, base().0.eos_token_id.ids(), few), &requests, &options());
         assert_eq!(all_said(&got), all_said(&want), "batches of {max_batch_rollouts}");
     }
     for (request, want) in requests.iter().zip(&want) {
@@ -111,7 +113,7 @@ fn a_response_ends_with_the_first_stop_token() {
     let free = generate(&engine(1), &requests, &options());
     let middle = |group: &Group| group.rollouts[0].response_tokens[group.rollouts[0].response_tokens.len() / 2];
     let stop = [middle(&free[0]), middle(&free[1])];
-    let stopped = generate(&engine(1).with_stop_tokens(stop.to_vec()), &requests, &options());
+    let stopped = generate(&engine_by(&base().1, &stop, SchedulerOptions::default()), &requests, &options());
     let mut num_stopped = 0;
     for (long, short) in free.iter().zip(&stopped).flat_map(|(a, b)| a.rollouts.iter().zip(&b.rollouts)) {
         let Some(end) = long.response_tokens.iter().position(|token| stop.contains(token)) else { continue };
@@ -127,8 +129,7 @@ fn the_seed_and_the_rollout_id_alone_choose_the_tokens() {
     let engine = engine(1);
     let tokens = |first_rollout_id: u64, group_id: u64, seed: u64| {
         let request = GroupRequest { group_id, first_rollout_id, group_size: 2, ..requests()[3].clone() };
-        let sampling = Sampling { seed, ..options().sampling };
-        let groups = generate(&engine, &[request], &GenerateOptions { sampling, ..options() });
+        let groups = generate(&engine, &[request], &SamplingParams { seed, ..options() });
         groups[0].rollouts.iter().map(|r| r.response_tokens.clone()).collect::<Vec<_>>()
     };
     let first = tokens(7, 1, 11);
@@ -167,7 +168,7 @@ fn choices_are_recorded_for_every_token_that_went_through() {
         assert_eq!(rollout.weight_versions, vec![0; num_response]);
         let ended = rollout.response_tokens.last() == Some(&config.eos_token_id.first());
         assert_eq!(rollout.finish_reason == FinishReason::Stop, ended);
-        assert!(ended || num_response == options().max_response_tokens);
+        assert!(ended || num_response == options().max_tokens);
     }
     assert!(selected > 1000, "the indexer had to choose in {selected} rows only");
 }
@@ -178,22 +179,23 @@ fn golden_rollouts_equal_a_prefill_of_their_tokens_bit_for_bit() {
     let engine = engine(2);
     let model = engine.model();
     for temperature in [0.0, 1.0, 2.0] {
-        let sampling = Sampling { temperature, ..options().sampling };
-        let groups = generate(&engine, &requests(), &GenerateOptions { sampling, ..options() });
+        let params = SamplingParams { temperature, ..options() };
+        let groups = generate(&engine, &requests(), &params);
         for (group, rollout) in groups.iter().flat_map(|group| group.rollouts.iter().map(move |r| (group, r))) {
             let (tokens, n) = (&rollout.response_tokens, group.prompt_tokens.len());
             let fed: Vec<u32> = group.prompt_tokens.iter().chain(&tokens[..tokens.len() - 1]).copied().collect();
             let mut cache = KvCache::new(config);
             let mut out = ForwardOutput::default();
-            let segment = Segment { cache: &mut cache, tokens: &fed, all_logits: true };
+            let segment = Segment { cache: &mut cache, tokens: &fed, logits: Logits::All };
             model.forward(&mut [segment], &mut Workspace::default(), &mut out, None);
             assert_eq!(out.expert_idx, rollout.routing.expert_idx);
             assert_eq!(out.block_idx, rollout.indexer.block_idx);
             let chunks = out.chunks.chunks_exact_mut(config.vocab_size.div_ceil(CHUNK));
             let rows = out.logits.chunks_exact(config.vocab_size).zip(chunks).skip(n - 1);
             for (position, (logits, chunks)) in rows.enumerate() {
-                let drawn = draw(logits, chunks, sampling, rollout.rollout_id, position as u64);
-                let drawn = drawn.expect("finite logits");
+                let (rollout_id, position_id) = (rollout.rollout_id, position as u64);
+                let turn = Turn { params: &params, rollout_id, position: position_id, counts: None, barred: &[] };
+                let drawn = draw(logits, chunks, turn, &mut Scratch::default()).expect("finite logits");
                 assert_eq!(drawn.token, tokens[position]);
                 assert_eq!(drawn.logprob.to_bits(), rollout.rollout_logprobs[position].to_bits());
             }
@@ -264,7 +266,7 @@ fn a_version_that_does_not_count_up_is_refused() {
 
 #[test]
 fn tokens_follow_new_weights_and_say_so() {
-    let greedy = GenerateOptions { sampling: Sampling { temperature: 0.0, seed: 0 }, ..options() };
+    let greedy = SamplingParams { temperature: 0.0, ..options() };
     let engine = engine(1);
     let before = generate(&engine, &requests(), &greedy);
     // One weight of the output row of a token that was said.
@@ -286,14 +288,9 @@ fn tokens_follow_new_weights_and_say_so() {
 }
 
 /// A request that goes on until it is cut: so hot that its end is unlikely, and long.
-fn free() -> (Vec<GroupRequest>, GenerateOptions) {
+fn free() -> (Vec<GroupRequest>, SamplingParams) {
     let request = GroupRequest { group_size: 4, ..requests()[2].clone() };
-    let options = GenerateOptions {
-        sampling: Sampling { temperature: 1000.0, seed: 3 },
-        max_response_tokens: 1000,
-        max_batch_rollouts: 4,
-    };
-    (vec![request], options)
+    (vec![request], SamplingParams { temperature: 1000.0, seed: 3, max_tokens: 1000, ..SamplingParams::default() })
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 use rollout::kv_cache::KvCache;
-use rollout::model::{ForwardOutput, Model, ModelConfig, Segment, TensorData, Workspace, to_engine_format};
+use rollout::model::{ForwardOutput, Logits, Model, ModelConfig, Segment, TensorData, Workspace, to_engine_format};
 use trainer::policy::initial_weights;
 
 use crate::golden::cases;
@@ -70,7 +70,7 @@ fn feed(model: &Model, feeds: &mut [Feed<'_>], takes: &[usize], ws: &mut Workspa
         .iter_mut()
         .map(|(feed, take)| {
             let tokens = &feed.tokens[feed.cache.len..][..*take];
-            Segment { cache: &mut feed.cache, tokens, all_logits: true }
+            Segment { cache: &mut feed.cache, tokens, logits: Logits::All }
         })
         .collect();
     if segments.is_empty() {
@@ -101,7 +101,7 @@ fn feed_mtp(model: &Model, feeds: &mut [Feed<'_>], takes: &[usize], ws: &mut Wor
         let from = feed.cache.mtp_len;
         streams.extend_from_slice(&feed.streams[from * row..(from + *take) * row]);
         let tokens = &feed.tokens[from + 1..][..*take];
-        segments.push(Segment { cache: &mut feed.cache, tokens, all_logits: true });
+        segments.push(Segment { cache: &mut feed.cache, tokens, logits: Logits::All });
     }
     if segments.is_empty() {
         return;

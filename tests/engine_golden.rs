@@ -4,7 +4,7 @@
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::Format;
 use rollout::model::{
-    ForwardOutput, HostTensor, LayerKind, Model, Segment, Trace, Values, Weights, Workspace, to_engine_format,
+    ForwardOutput, HostTensor, LayerKind, Logits, Model, Segment, Trace, Values, Weights, Workspace, to_engine_format,
 };
 
 use crate::golden::{Case, Recorded, cases, check_traces, copies, print_table};
@@ -14,8 +14,11 @@ pub fn run(model: &Model, sequences: &[Vec<u32>]) -> Trace {
     let config = model.config();
     let (mut workspace, mut out, mut trace) = (Workspace::default(), ForwardOutput::default(), Trace::default());
     let mut caches: Vec<KvCache> = sequences.iter().map(|_| KvCache::new(config)).collect();
-    let mut segments: Vec<Segment<'_>> =
-        caches.iter_mut().zip(sequences).map(|(cache, tokens)| Segment { cache, tokens, all_logits: true }).collect();
+    let mut segments: Vec<Segment<'_>> = caches
+        .iter_mut()
+        .zip(sequences)
+        .map(|(cache, tokens)| Segment { cache, tokens, logits: Logits::All })
+        .collect();
     model.forward(&mut segments, &mut workspace, &mut out, Some(&mut trace));
     if config.has_mtp() {
         // Every position but a sequence's last has a next token.
@@ -42,13 +45,13 @@ fn chunked(model: &Model, tokens: &[u32], sizes: &[usize]) -> (Vec<f32>, Vec<f32
     let (mut logits, mut mtp_logits, mut from) = (vec![], vec![], 0);
     for &size in sizes {
         let chunk = from..from + size;
-        let segment = Segment { cache: &mut cache, tokens: &tokens[chunk.clone()], all_logits: true };
+        let segment = Segment { cache: &mut cache, tokens: &tokens[chunk.clone()], logits: Logits::All };
         model.forward(&mut [segment], &mut ws, &mut out, None);
         logits.extend_from_slice(&out.logits);
         let next = &tokens[chunk.start + 1..(chunk.end + 1).min(tokens.len())];
         if model.config().has_mtp() && !next.is_empty() {
             let streams = ws.streams()[..next.len() * model.config().hc_mult * model.config().hidden_size].to_vec();
-            let segment = Segment { cache: &mut cache, tokens: next, all_logits: true };
+            let segment = Segment { cache: &mut cache, tokens: next, logits: Logits::All };
             model.forward_mtp(&streams, &mut [segment], &mut ws, &mut out, None);
             mtp_logits.extend_from_slice(&out.logits);
         }
@@ -120,7 +123,7 @@ fn golden_v4_engine_decode_matches_the_reference() {
             // Prefill, then a token at a time, with all that each step chose.
             let mut cache = KvCache::new(&case.config);
             let (mut out, mut ws) = (ForwardOutput::default(), Workspace::default());
-            let segment = Segment { cache: &mut cache, tokens: &tokens[..split], all_logits: false };
+            let segment = Segment { cache: &mut cache, tokens: &tokens[..split], logits: Logits::Last };
             model.forward(&mut [segment], &mut ws, &mut out, None);
             let mut got = Trace::default();
             got.numbers("prefill_logits", &[vocab], out.logits.clone());
@@ -129,7 +132,7 @@ fn golden_v4_engine_decode_matches_the_reference() {
             let mut picks: Vec<(String, Vec<Vec<u32>>)> = Vec::new();
             for token in &tokens[split..] {
                 let mut trace = Trace::default();
-                let segment = Segment { cache: &mut cache, tokens: &[*token], all_logits: true };
+                let segment = Segment { cache: &mut cache, tokens: &[*token], logits: Logits::All };
                 model.forward(&mut [segment], &mut ws, &mut out, Some(&mut trace));
                 logits.extend_from_slice(&out.logits);
                 for (name, values) in trace.ops() {

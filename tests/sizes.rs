@@ -38,9 +38,9 @@ fn the_published_models_are_counted_without_their_checkpoints() {
       bf16                              582.0 GB
       f32                              1163.8 GB
     cache of a sequence               this engine, f32            FP8, index FP8            FP8, index FP4
-      4096 tokens             101.6 MB (24804 B/token)    19.0 MB (4635 B/token)    17.6 MB (4299 B/token)
-      131072 tokens          1848.8 MB (14106 B/token)   507.9 MB (3875 B/token)   463.8 MB (3539 B/token)
-      1048576 tokens           14.5 GB (13804 B/token)  4040.5 MB (3854 B/token)  3688.2 MB (3518 B/token)
+      4096 tokens              82.6 MB (20160 B/token)    19.0 MB (4635 B/token)    17.6 MB (4299 B/token)
+      131072 tokens          1829.8 MB (13960 B/token)   507.9 MB (3875 B/token)   463.8 MB (3539 B/token)
+      1048576 tokens           14.5 GB (13785 B/token)  4040.5 MB (3854 B/token)  3688.2 MB (3518 B/token)
     experts                 256 a layer, 6 used by a token, on MXFP4
     ");
     assert_snapshot!(info("v4-pro"), @"
@@ -64,9 +64,9 @@ fn the_published_models_are_counted_without_their_checkpoints() {
       bf16                             3197.9 GB
       f32                              6395.4 GB
     cache of a sequence               this engine, f32            FP8, index FP8            FP8, index FP4
-      4096 tokens             147.6 MB (36040 B/token)    27.1 MB (6625 B/token)    25.2 MB (6145 B/token)
-      131072 tokens          2648.5 MB (20207 B/token)   727.0 MB (5547 B/token)   664.0 MB (5067 B/token)
-      1048576 tokens           20.7 GB (19760 B/token)  5783.7 MB (5516 B/token)  5280.4 MB (5036 B/token)
+      4096 tokens             119.1 MB (29088 B/token)    27.1 MB (6625 B/token)    25.2 MB (6145 B/token)
+      131072 tokens          2620.1 MB (19990 B/token)   727.0 MB (5547 B/token)   664.0 MB (5067 B/token)
+      1048576 tokens           20.7 GB (19733 B/token)  5783.7 MB (5516 B/token)  5280.4 MB (5036 B/token)
     experts                 384 a layer, 6 used by a token, on MXFP4
     ");
 }

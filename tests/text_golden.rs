@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 
 use rollout::chat::{ChatError, ChatOptions, Message, ThinkingMode, ToolCall, Transcript, parse_completion, render};
-use rollout::tokenizer::Tokenizer;
+use rollout::tokenizer::{TextStream, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::program::root;
@@ -221,8 +221,9 @@ fn golden_v4_texts_are_encoded_token_for_token() {
             let plain = tokenizer.encode_plain(read).expect("encodes");
             assert!(tokenizer.decode_marked(&plain).expect("decodes").marks().is_empty(), "{read:?}");
             assert_eq!(tokenizer.decode(&plain).expect("decodes"), read);
-            let mut stream = tokenizer.text_stream();
-            let mut parts: Vec<String> = want.iter().map(|&token| stream.push(token).expect("bytes")).collect();
+            let mut stream = TextStream::default();
+            let mut parts: Vec<String> =
+                want.iter().map(|&token| stream.push(&tokenizer, token).expect("bytes")).collect();
             parts.push(stream.finish());
             assert!(!parts.iter().any(|part| part.contains('\u{fffd}')), "{read:?} came as {parts:?}");
             assert_eq!(parts.concat(), tokenizer.decode(&want).expect("decodes"), "{read:?}");

@@ -8,9 +8,9 @@ use std::time::Instant;
 use rollout::kv_cache::KvCache;
 use rollout::model::checkpoint::Format;
 use rollout::model::{
-    ForwardOutput, HostTensor, Model, ModelConfig, Segment, TensorData, Weights, Workspace, to_engine_format,
+    ForwardOutput, HostTensor, Logits, Model, ModelConfig, Segment, TensorData, Weights, Workspace, to_engine_format,
 };
-use rollout::sampler::{Drawn, Sampling, draw_rows};
+use rollout::sampler::{Drawn, Sampler, SamplingParams, Turn};
 
 const PROMPT: usize = 64;
 const NEW: usize = 64;
@@ -76,6 +76,7 @@ struct Run {
     model: Model,
     workspace: Workspace,
     out: ForwardOutput,
+    sampler: Sampler,
     drawn: Vec<Option<Drawn>>,
 }
 
@@ -85,14 +86,15 @@ impl Run {
         let mut segments: Vec<Segment<'_>> = caches
             .iter_mut()
             .zip(tokens.iter())
-            .map(|(cache, tokens)| Segment { tokens: &tokens[cache.len..][..take], cache, all_logits: false })
+            .map(|(cache, tokens)| Segment { tokens: &tokens[cache.len..][..take], cache, logits: Logits::Last })
             .collect();
         self.model.forward(&mut segments, &mut self.workspace, &mut self.out, None);
-        let sampling = Sampling { temperature: 1.0, seed: 0 };
-        draw_rows(&mut self.workspace, &mut self.out, &mut self.drawn, |i| (sampling, i as u64, 0));
+        let params = &SamplingParams::default();
+        let turn = |i| Turn { params, rollout_id: i as u64, position: 0, counts: None, barred: &[] };
+        self.sampler.draw_rows(&mut self.workspace, &mut self.out, &mut self.drawn, turn);
         for ((tokens, cache), next) in tokens.iter_mut().zip(caches).zip(&self.drawn) {
             if cache.len == tokens.len() {
-                tokens.push(next.expect("finite logits").token);
+                tokens.push(next.as_ref().expect("finite logits").token);
             }
         }
     }
@@ -142,7 +144,13 @@ fn main() {
         model.num_bytes() as f64 / 1e6,
         kernels::backend()
     );
-    let mut run = Run { model, workspace: Workspace::new(threads), out: ForwardOutput::default(), drawn: Vec::new() };
+    let mut run = Run {
+        model,
+        workspace: Workspace::new(threads),
+        out: ForwardOutput::default(),
+        sampler: Sampler::default(),
+        drawn: Vec::new(),
+    };
     if let Some(at) = args.iter().position(|arg| arg == "--context") {
         let context: usize = args[at + 1].parse().expect("a number of tokens");
         let (mut caches, mut tokens) = run.start(1, context);

@@ -77,6 +77,11 @@ impl RowPages {
         Ok(())
     }
 
+    /// Gives back the pages behind the last row.
+    fn release_spare(&mut self) {
+        self.pages.truncate(self.num_pages(self.len));
+    }
+
     fn row_mut(&mut self, i: usize) -> &mut [f32] {
         let page = self.pages[i >> self.shift].get_mut().expect("a page that was prepared for writing");
         &mut page[(i & ((1 << self.shift) - 1)) * self.width..][..self.width]
@@ -165,7 +170,7 @@ impl KvCache {
     /// sees. A forward pass does so by itself, and panics where this says that there is no page.
     ///
     /// # Errors
-    /// When the pool has too few; the sequence is as it was, but for pages it holds.
+    /// When the pool has too few; the sequence is as it was.
     pub fn prepare(&mut self, tokens: usize) -> Result<(), OutOfPages> {
         self.prepare_layers(0..self.num_hidden_layers, tokens)
     }
@@ -180,15 +185,25 @@ impl KvCache {
 
     fn prepare_layers(&mut self, layers: std::ops::Range<usize>, tokens: usize) -> Result<(), OutOfPages> {
         let pool = &self.pages;
-        for layer in &mut self.layers[layers] {
+        let layers = &mut self.layers[layers];
+        let prepared = layers.iter_mut().try_for_each(|layer| {
             layer.window.trim();
             let rows = &mut layer.window.rows;
             rows.prepare(pool, rows.len, rows.len + tokens)?;
-            for cache in [&mut layer.compressor, &mut layer.indexer].into_iter().flatten() {
-                cache.prepare(pool, tokens)?;
+            let mut compressors = [&mut layer.compressor, &mut layer.indexer].into_iter().flatten();
+            compressors.try_for_each(|cache| cache.prepare(pool, tokens))
+        });
+        if prepared.is_err() {
+            for layer in layers {
+                layer.window.rows.release_spare();
+                for cache in [&mut layer.compressor, &mut layer.indexer].into_iter().flatten() {
+                    for rows in [&mut cache.entries, &mut cache.pending, &mut cache.previous] {
+                        rows.release_spare();
+                    }
+                }
             }
         }
-        Ok(())
+        prepared
     }
 
     /// Pages that it holds, alone or with others.
@@ -359,6 +374,7 @@ impl CompressorCache {
         self.num_entries += 1;
         if self.is_indexer {
             put_key(self.entries.row_mut(entry / PANEL), entry, &self.pooled);
+            self.entries.len = self.num_entries.div_ceil(PANEL);
         } else {
             self.entries.push().copy_from_slice(&self.pooled);
         }

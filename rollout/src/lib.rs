@@ -3,10 +3,12 @@
 #![forbid(unsafe_code)]
 
 pub mod chat;
+pub mod convert;
 pub mod engine;
 pub mod kv_cache;
+pub mod memory;
 pub mod model;
-pub mod convert;
+pub mod prefix_cache;
 pub mod sampler;
 pub mod score;
 pub mod stop_tokens;

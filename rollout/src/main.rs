@@ -14,10 +14,10 @@ use cli::score::{Side, Texts, run_diff, run_score};
 use datasets::{FinishReason, Prompt};
 use rollout::chat::{ChatOptions, Message, ThinkingMode, render};
 use rollout::convert::{Formats, Target, convert};
-use rollout::engine::{Engine, GenerateError, GenerateOptions, GroupRequest, Progress};
+use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions};
 use rollout::model::checkpoint::{Format, Layout, Naming};
 use rollout::model::{LayerKind, Model, ModelConfig, Sizes};
-use rollout::sampler::Sampling;
+use rollout::sampler::SamplingParams;
 use rollout::stop_tokens::load_stop_tokens;
 use rollout::tokenizer::Tokenizer;
 
@@ -162,14 +162,11 @@ fn main() -> ExitCode {
                 .and_then(|done| say(format!("{}: {done}", to.display())))
         }
         Command::Generate { model, prompts, template, chat, thinking, samples, temperature, max_tokens, seed } => {
-            let options = GenerateOptions {
-                sampling: Sampling { temperature, seed },
-                max_response_tokens: max_tokens as usize,
-                max_batch_rollouts: 256,
-            };
+            let params =
+                SamplingParams { temperature, seed, max_tokens: max_tokens as usize, ..SamplingParams::default() };
             let mode = if thinking { ThinkingMode::Thinking } else { ThinkingMode::Chat };
             let form = if chat { PromptForm::Chat(mode) } else { PromptForm::Template(template) };
-            generate(&model, &prompts, &form, samples as usize, &options)
+            generate(&model, &prompts, &form, samples as usize, &params)
         }
     };
     match result {
@@ -221,13 +218,13 @@ fn generate(
     prompts: &[String],
     form: &PromptForm,
     samples: usize,
-    options: &GenerateOptions,
+    params: &SamplingParams,
 ) -> anyhow::Result<()> {
     let config = ModelConfig::load(&dir.join("config.json"))?;
     let tokenizer = Tokenizer::load(dir, config.vocab_size)?;
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let stop_tokens = load_stop_tokens(dir, config.eos_token_id.ids(), config.vocab_size)?;
-    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, threads).with_stop_tokens(stop_tokens);
+    let options = SchedulerOptions { record_choices: false, ..SchedulerOptions::default() };
+    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, stop_tokens, options);
     let mut requests = Vec::new();
     for (row, text) in prompts.iter().enumerate() {
         let rendered = match form {
@@ -251,7 +248,7 @@ fn generate(
             prompt_tokens: tokens.into(),
         });
     }
-    let groups = engine.generate(&requests, options, &Progress::default()).map_err(|error| match error {
+    let groups = engine.generate(&requests, params, &Progress::default()).map_err(|error| match error {
         GenerateError::TooLong { row, tokens, response, context } => anyhow::anyhow!(
             "prompt {row} has {tokens} tokens; with up to {response} more it exceeds the model's context of {context}: \
              shorten the prompt or lower --max-tokens"

@@ -3,7 +3,7 @@
 use kernels::logits::{self, Chunk, first_greatest};
 
 use crate::kv_cache::KvCache;
-use crate::model::{ForwardOutput, Model, Segment, Workspace};
+use crate::model::{ForwardOutput, Logits, Model, Segment, Workspace};
 
 /// Tokens that one forward pass takes: logits of a large vocabulary take much room.
 const CHUNK: usize = 64;
@@ -172,7 +172,7 @@ fn walk<const M: usize>(
     let inputs = &tokens[..tokens.len() - 1];
     for (chunk_idx, chunk) in inputs.chunks(CHUNK).enumerate() {
         for ((model, cache), out) in models.iter().zip(&mut caches).zip(&mut outputs) {
-            let segment = Segment { cache, tokens: chunk, all_logits: true };
+            let segment = Segment { cache, tokens: chunk, logits: Logits::All };
             model.forward(&mut [segment], &mut workspace, out, None);
         }
         let num_chunks = vocab_size.div_ceil(logits::CHUNK);

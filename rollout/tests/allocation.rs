@@ -2,7 +2,7 @@
 
 use rollout::kv_cache::KvCache;
 use rollout::model::{
-    ForwardOutput, HostTensor, Model, ModelConfig, Segment, TensorData, Weights, Workspace, to_engine_format,
+    ForwardOutput, HostTensor, Logits, Model, ModelConfig, Segment, TensorData, Weights, Workspace, to_engine_format,
 };
 
 #[global_allocator]
@@ -45,7 +45,7 @@ fn decode(model: &Model, caches: &mut [KvCache], ws: &mut Workspace, out: &mut F
         let mut segments: Vec<Segment<'_>> = caches
             .iter_mut()
             .zip(&tokens[step..])
-            .map(|(cache, tokens)| Segment { cache, tokens, all_logits: false })
+            .map(|(cache, tokens)| Segment { cache, tokens, logits: Logits::Last })
             .collect();
         let before = dhat::HeapStats::get().total_blocks;
         model.forward(&mut segments, ws, out, None);
@@ -63,7 +63,7 @@ fn a_decode_step_allocates_nothing() {
         let mut caches: Vec<KvCache> = (0..3).map(|_| KvCache::new(model.config())).collect();
         for (i, cache) in caches.iter_mut().enumerate() {
             let prompt: Vec<u32> = (0..5 + 9 * i as u32).collect();
-            let segment = Segment { cache, tokens: &prompt, all_logits: false };
+            let segment = Segment { cache, tokens: &prompt, logits: Logits::Last };
             model.forward(&mut [segment], &mut ws, &mut out, None);
             cache.reserve(200);
         }

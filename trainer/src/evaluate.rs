@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::cli::Failure;
-use crate::generate::{HELD_OUT_IDS, all_rows, generate, metrics_of, options, requests};
+use crate::generate::{HELD_OUT_IDS, all_rows, generate, metrics_of, params, requests};
 use crate::setup::Run;
 use crate::tracking::{EvalLine, Stage};
 
@@ -19,8 +19,8 @@ pub fn evaluate(run: &mut Run<'_>, step: usize) -> Result<Option<f64>, Failure> 
     let started = Instant::now();
     let config = &run.recipe.eval;
     let requests = requests(book, &all_rows(book), config.samples_per_prompt, HELD_OUT_IDS);
-    let options = options(run.recipe, config.temperature);
-    let Some(mut groups) = generate(&run.engine, &requests, &options, &run.console, Stage::Eval, &run.stop)? else {
+    let params = params(run.recipe, config.temperature);
+    let Some(mut groups) = generate(&run.engine, &requests, &params, &run.console, Stage::Eval, &run.stop)? else {
         return Ok(None);
     };
     reward::score_groups(run.rule.as_ref(), &mut groups);

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use datasets::{FinishReason, Group, Verdict};
-use rollout::engine::{Engine, GenerateError, GenerateOptions, GroupRequest, Progress};
-use rollout::sampler::Sampling;
+use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions};
+use rollout::sampler::SamplingParams;
 
 use crate::recipe::Recipe;
 use crate::setup::PromptBook;
@@ -30,12 +30,23 @@ pub fn requests(book: &PromptBook, indices: &[usize], group_size: usize, first_g
 }
 
 /// How responses are made at `temperature`, which is one thing in training and may be another in evaluation.
-pub fn options(recipe: &Recipe, temperature: f64) -> GenerateOptions {
-    GenerateOptions {
-        sampling: Sampling { temperature: temperature as f32, seed: recipe.seed },
-        max_response_tokens: recipe.rollout.max_response_tokens,
-        max_batch_rollouts: recipe.rollout.max_batch_rollouts,
+pub fn params(recipe: &Recipe, temperature: f64) -> SamplingParams {
+    SamplingParams {
+        temperature: temperature as f32,
+        seed: recipe.seed,
+        max_tokens: recipe.rollout.max_response_tokens,
+        ..SamplingParams::default()
     }
+}
+
+/// What the engine of a run may use.
+pub fn engine_options(recipe: &Recipe, num_threads: usize) -> SchedulerOptions {
+    let default = SchedulerOptions::default();
+    let kv_cache_bytes = match recipe.rollout.kv_cache_mib {
+        0 => default.kv_cache_bytes,
+        mib => mib << 20,
+    };
+    SchedulerOptions { num_threads, max_batch: recipe.rollout.max_batch_rollouts, kv_cache_bytes, ..default }
 }
 
 /// Generates and shows how far it is; `Ok(None)` when `stop` was set meanwhile.
@@ -45,7 +56,7 @@ pub fn options(recipe: &Recipe, temperature: f64) -> GenerateOptions {
 pub fn generate(
     engine: &Engine,
     requests: &[GroupRequest],
-    options: &GenerateOptions,
+    params: &SamplingParams,
     console: &Console,
     stage: Stage,
     stop: &AtomicBool,
@@ -71,7 +82,7 @@ pub fn generate(
             finished.store(true, Ordering::Relaxed);
             watcher.thread().unpark();
         });
-        engine.generate(requests, options, &progress)
+        engine.generate(requests, params, &progress)
     });
     show();
     match result {

@@ -7,12 +7,12 @@ use anyhow::anyhow;
 use datasets::Group;
 use rollout::engine::{Engine, Progress};
 use rollout::kv_cache::KvCache;
-use rollout::model::{Extent, ForwardOutput, Model, Segment, Trace, Workspace, compare, to_engine_format};
+use rollout::model::{Extent, ForwardOutput, Logits, Model, Segment, Trace, Workspace, compare, to_engine_format};
 use tch::Device;
 
 use crate::advantage;
 use crate::cli::{Failure, say};
-use crate::generate::{options, requests};
+use crate::generate::{engine_options, params, requests};
 use crate::pack::{Microbatch, PackConfig, pack};
 use crate::policy::{Policy, Replay, to_vec_f32};
 use crate::recipe::Recipe;
@@ -118,11 +118,11 @@ pub fn parity(recipe: &Recipe, inputs: Inputs) -> Result<(), Failure> {
     let Inputs { config, weights, prompts, tokenizer, stop_tokens, .. } = inputs;
     let policy = Policy::from_weights(&config, &weights, Device::Cpu)?;
     let model = Model::new(&config, 0, &to_engine_format(&config, weights));
-    let engine = Engine::new(model, tokenizer, threads).with_stop_tokens(stop_tokens);
+    let engine = Engine::new(model, tokenizer, stop_tokens, engine_options(recipe, threads));
     let book = prompts.expect("parity reads training prompts");
     let indices: Vec<usize> = (0..book.prompts.len().min(NUM_PROMPTS)).collect();
-    let options = options(recipe, recipe.rollout.temperature);
-    let groups = engine.generate(&requests(&book, &indices, 1, 0), &options, &Progress::default())?;
+    let params = params(recipe, recipe.rollout.temperature);
+    let groups = engine.generate(&requests(&book, &indices, 1, 0), &params, &Progress::default())?;
     let report = measure(&engine.model(), &policy, &groups, recipe.rollout.temperature);
     say(&report.table(config.num_hidden_layers))?;
     match report.verdict() {
@@ -170,7 +170,7 @@ fn measure(model: &Model, policy: &Policy, groups: &[Group], temperature: f64) -
 fn engine_trace(model: &Model, tokens: &[u32]) -> Trace {
     let mut cache = KvCache::new(model.config());
     let mut trace = Trace::default();
-    let segment = Segment { cache: &mut cache, tokens, all_logits: true };
+    let segment = Segment { cache: &mut cache, tokens, logits: Logits::All };
     model.forward(&mut [segment], &mut Workspace::default(), &mut ForwardOutput::default(), Some(&mut trace));
     trace
 }

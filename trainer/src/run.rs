@@ -7,7 +7,7 @@ use datasets::{Group, TrajectoryExtra, write_trajectories};
 use crate::advantage;
 use crate::cli::Failure;
 use crate::evaluate::evaluate;
-use crate::generate::{generate, metrics_of, num_response_tokens, options, requests};
+use crate::generate::{generate, metrics_of, num_response_tokens, params, requests};
 use crate::recipe::Recipe;
 use crate::setup::{Inputs, Run};
 use crate::tracking::{Metrics, Stage, StepLine};
@@ -65,8 +65,8 @@ fn rollouts(run: &Run<'_>, step: usize) -> Result<Option<Vec<Group>>, Failure> {
     let indices: Vec<usize> = batch.into_iter().map(|(index, _epoch)| index).collect();
     let first_group_id = ((step - 1) * recipe.prompts_per_step) as u64;
     let requests = requests(book, &indices, recipe.group_size, first_group_id);
-    let options = options(recipe, recipe.rollout.temperature);
-    Ok(generate(&run.engine, &requests, &options, &run.console, Stage::Rollout, &run.stop)?)
+    let params = params(recipe, recipe.rollout.temperature);
+    Ok(generate(&run.engine, &requests, &params, &run.console, Stage::Rollout, &run.stop)?)
 }
 
 /// Where a step's time goes.

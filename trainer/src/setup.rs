@@ -18,6 +18,7 @@ use rollout::tokenizer::Tokenizer;
 use tch::Device;
 
 use crate::cli::{Failure, OrBadInput};
+use crate::generate::engine_options;
 use crate::optimizer::{Optimizer, state_bytes};
 use crate::policy::{Frozen, Policy, initial_weights};
 use crate::recipe::{OptimizerConfig, Recipe, RewardConfig, Task};
@@ -364,7 +365,7 @@ impl<'a> Run<'a> {
             prompts,
             held_out,
             rule,
-            engine: Engine::new(model, tokenizer, threads).with_stop_tokens(stop_tokens),
+            engine: Engine::new(model, tokenizer, stop_tokens, engine_options(recipe, threads)),
             workers: (0..threads).map(|_| policy.share()).collect(),
             policy,
             optimizer,

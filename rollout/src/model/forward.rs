@@ -25,14 +25,25 @@ pub struct Segment<'a> {
     pub cache: &'a mut KvCache,
     /// The tokens to process.
     pub tokens: &'a [u32],
-    /// Logits of every token, or of the last one only.
-    pub all_logits: bool,
+    /// Of which tokens.
+    pub logits: Logits,
+}
+
+/// Which of a segment's tokens get logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// None: more of the sequence follows.
+    None,
+    /// The last one.
+    Last,
+    /// Every one.
+    All,
 }
 
 /// What a forward pass gives.
 #[derive(Clone, Debug, Default)]
 pub struct ForwardOutput {
-    /// `[_, V]`: for each segment in turn, its last row or all of its rows.
+    /// `[_, V]`: for each segment in turn, of the rows that it wants.
     pub logits: Vec<f32>,
     /// Their sums under temperature 1, chunk by chunk: `[_, ceil(V / CHUNK)]`.
     pub chunks: Vec<Chunk>,
@@ -866,10 +877,19 @@ impl Model {
         ws.gathered.clear();
         for (segment, from) in segments.iter().zip(&ws.first_rows) {
             let end = from + segment.tokens.len();
-            let wanted = if segment.all_logits { *from..end } else { end - 1..end };
+            let wanted = match segment.logits {
+                Logits::None => end..end,
+                Logits::Last => end - 1..end,
+                Logits::All => *from..end,
+            };
             ws.gathered.extend_from_slice(&ws.streams[wanted.start * n * d..wanted.end * n * d]);
         }
         let num_rows = ws.gathered.len() / (n * d);
+        if num_rows == 0 {
+            out.logits.clear();
+            out.chunks.clear();
+            return;
+        }
         let num_threads = ws.pool.num_threads();
         let (scale, base) = (self.vector(collapse.scale)[0], self.vector(collapse.base));
         let norm_weight = self.vector(collapse.norm);

@@ -4,24 +4,19 @@ use super::{Tokenizer, TokenizerError};
 
 /// Turns tokens into text as they come, and never shows half a character: a token may end within one, so its bytes wait
 /// until the character is whole. What it gives, put together, is what [`Tokenizer::decode`] says of all tokens at once.
-#[derive(Debug)]
-pub struct TextStream<'a> {
-    tokenizer: &'a Tokenizer,
+#[derive(Clone, Debug, Default)]
+pub struct TextStream {
     waiting: Vec<u8>,
 }
 
-impl<'a> TextStream<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, waiting: Vec::new() }
-    }
-
-    /// The text that `token` completes; often its own, empty while a character is unfinished.
+impl TextStream {
+    /// The text that `token` of `tokenizer` completes; often its own, empty while a character is unfinished.
     ///
     /// # Errors
     /// When the tokenizer does not write tokens as bytes.
-    pub fn push(&mut self, token: u32) -> Result<String, TokenizerError> {
-        if !self.tokenizer.is_hidden(token) {
-            self.waiting.extend(self.tokenizer.token_bytes(token)?);
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, TokenizerError> {
+        if !tokenizer.is_hidden(token) {
+            self.waiting.extend(tokenizer.token_bytes(token)?);
         }
         let mut text = String::new();
         loop {

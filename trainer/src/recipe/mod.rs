@@ -169,11 +169,13 @@ pub struct RolloutConfig {
     pub temperature: f64,
     /// Rollouts that decode at once. More is faster until memory for their KV cache runs out.
     pub max_batch_rollouts: usize,
+    /// MiB of memory for the engine's sequences; 0: a quarter of what the machine has left.
+    pub kv_cache_mib: usize,
 }
 
 impl Default for RolloutConfig {
     fn default() -> Self {
-        Self { max_response_tokens: 64, temperature: 1.0, max_batch_rollouts: 256 }
+        Self { max_response_tokens: 64, temperature: 1.0, max_batch_rollouts: 256, kv_cache_mib: 0 }
     }
 }
 

@@ -493,6 +493,7 @@ fn print_config_spells_everything_out() {
     max_response_tokens = 64
     temperature = 1.0
     max_batch_rollouts = 256
+    kv_cache_mib = 0
 
     [reward]
     type = "reasoning_gym"

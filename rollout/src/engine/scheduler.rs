@@ -1,0 +1,608 @@
+//! Which sequences go through the model in a step, with how many tokens each, and whose memory is given up when there is
+//! none left. Sequences decode one token a step; prompts are read in chunks beside them, so that a long one stalls nobody.
+//!
+//! Nothing that a sequence says depends on any of this: every row of a forward pass is computed alone (`kernels`), every
+//! draw has a random number of its own (`sampler`), and a state that was given up is made again from the tokens.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use kernels::pages::PagePool;
+
+use crate::kv_cache::{KvCache, page_pool};
+use crate::model::{ForwardOutput, Logits, Model, ModelConfig, Segment, Workspace};
+use crate::prefix_cache::{Choices, PrefixCache};
+use crate::sampler::{Drawn, Sampler, Turn};
+use crate::tokenizer::Tokenizer;
+
+use super::request::{Event, Finish, Partial, Refusal, Request};
+use super::sequence::Sequence;
+
+/// Tokens between the states of a long prompt that are kept for others which begin alike.
+const PREFIX_STRIDE: usize = 256;
+
+/// Tokens of a prompt that go through the model in a step at least, however many sequences decode.
+const MIN_PREFILL: usize = 32;
+
+/// What an engine may use.
+#[derive(Clone, Debug)]
+pub struct SchedulerOptions {
+    /// Threads of a forward pass.
+    pub num_threads: usize,
+    /// Sequences that decode together.
+    pub max_batch: usize,
+    /// Tokens of a step: those that decode, and chunks of prompts.
+    pub max_step_tokens: usize,
+    /// Requests that may wait.
+    pub max_waiting: usize,
+    /// Bytes of memory for sequences.
+    pub kv_cache_bytes: usize,
+    /// Whether states are kept for requests that begin alike.
+    pub prefix_cache: bool,
+    /// Whether the choices of experts and blocks are recorded.
+    pub record_choices: bool,
+}
+
+/// How running sequences are paused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PauseMode {
+    /// They end with what they have.
+    Abort,
+    /// They wait, and their state is made anew from their tokens when they go on.
+    Retract,
+    /// They wait with their state.
+    InPlace,
+}
+
+/// What an engine has done and is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Stats {
+    /// Sequences in the batch.
+    pub num_running: usize,
+    /// Sequences that wait.
+    pub num_waiting: usize,
+    /// Pages in use, of sequences and of kept states.
+    pub pages_in_use: usize,
+    /// Pages in all.
+    pub pages: usize,
+    /// Bytes of a page.
+    pub page_bytes: usize,
+    /// States that are kept for requests that begin alike.
+    pub num_prefixes: usize,
+    /// Tokens of prompts that went through the model, those of states made anew among them.
+    pub prefill_tokens: u64,
+    /// Tokens of prompts whose state was there.
+    pub cached_tokens: u64,
+    /// Tokens that were drawn.
+    pub generated_tokens: u64,
+    /// Samples that ended, aborted ones among them.
+    pub finished: u64,
+    /// Samples that were aborted.
+    pub aborted: u64,
+    /// How often a sequence's memory was given up for others.
+    pub preemptions: u64,
+    /// Forward passes.
+    pub steps: u64,
+}
+
+/// Told what happens to a request; false when nobody listens any more.
+pub type Sink = Box<dyn FnMut(Event) -> bool + Send>;
+
+struct OpenRequest {
+    sink: Sink,
+    /// Samples that have not ended.
+    num_open: usize,
+}
+
+/// The sequences of an engine. Single-threaded: [`Scheduler::step`] is one forward pass.
+pub struct Scheduler {
+    config: ModelConfig,
+    options: SchedulerOptions,
+    stop_tokens: Vec<u32>,
+    tokenizer: Arc<Tokenizer>,
+    model: Arc<RwLock<Arc<Model>>>,
+    workspace: Workspace,
+    output: ForwardOutput,
+    sampler: Sampler,
+    drawn: Vec<Option<Drawn>>,
+    pages: PagePool,
+    prefixes: PrefixCache,
+    requests: HashMap<u64, OpenRequest>,
+    next_request: u64,
+    /// In the order of their arrival, as those that wait.
+    active: Vec<Sequence>,
+    waiting: VecDeque<Sequence>,
+    paused: bool,
+    stats: Stats,
+}
+
+impl std::fmt::Debug for Scheduler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scheduler").field("stats", &self.stats()).field("paused", &self.paused).finish_non_exhaustive()
+    }
+}
+
+impl Scheduler {
+    /// For the weights that `model` holds, whichever they are at the time of a step.
+    pub fn new(
+        model: Arc<RwLock<Arc<Model>>>,
+        tokenizer: Arc<Tokenizer>,
+        stop_tokens: Vec<u32>,
+        options: SchedulerOptions,
+    ) -> Self {
+        let (config, version) = {
+            let model = model.read().unwrap_or_else(PoisonError::into_inner);
+            (model.config().clone(), model.version())
+        };
+        let page_bytes = 4 * page_pool(&config, 0).page_len();
+        let pages = page_pool(&config, options.kv_cache_bytes / page_bytes);
+        Self {
+            config,
+            stop_tokens,
+            tokenizer,
+            model,
+            workspace: Workspace::new(options.num_threads),
+            output: ForwardOutput::default(),
+            sampler: Sampler::default(),
+            drawn: Vec::new(),
+            pages,
+            prefixes: PrefixCache::new(version),
+            requests: HashMap::new(),
+            next_request: 0,
+            active: Vec::new(),
+            waiting: VecDeque::new(),
+            paused: false,
+            stats: Stats::default(),
+            options,
+        }
+    }
+
+    /// Whether there is nothing that a step would do.
+    pub fn is_idle(&self) -> bool {
+        self.paused || self.active.is_empty() && self.waiting.is_empty()
+    }
+
+    /// Whether sequences are paused.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    /// What it has done and is doing.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            num_running: self.active.len(),
+            num_waiting: self.waiting.len(),
+            pages_in_use: self.pages.num_in_use(),
+            pages: self.pages.capacity(),
+            page_bytes: 4 * self.pages.page_len(),
+            num_prefixes: self.prefixes.len(),
+            ..self.stats
+        }
+    }
+
+    /// Takes a request, whose events go to `sink`; the number by which it can be aborted.
+    ///
+    /// # Errors
+    /// When it cannot be answered, or too many wait.
+    pub fn submit(&mut self, request: Request, sink: Sink) -> Result<u64, Refusal> {
+        self.check(&request)?;
+        let Request { prompt_tokens, params, num_samples, first_rollout_id, resumed, stream } = request;
+        let id = self.next_request;
+        self.next_request += 1;
+        self.requests.insert(id, OpenRequest { sink, num_open: num_samples });
+        let said = resumed.unwrap_or_default();
+        let (tokenizer, eos) = (&self.tokenizer, &self.stop_tokens);
+        let sequence =
+            Sequence::new(id, &prompt_tokens, params, num_samples, first_rollout_id, said, stream, tokenizer, eos);
+        self.waiting.push_back(sequence);
+        Ok(id)
+    }
+
+    fn check(&self, request: &Request) -> Result<(), Refusal> {
+        if request.prompt_tokens.is_empty() {
+            return Err(Refusal::EmptyPrompt);
+        }
+        if request.num_samples == 0 {
+            return Err(Refusal::NoSample);
+        }
+        let said = request.resumed.as_ref().map_or(&[][..], |said| &said.tokens);
+        let vocab_size = self.config.vocab_size;
+        let mut tokens = request.prompt_tokens.iter().chain(said);
+        if let Some(position) = tokens.position(|&token| token as usize >= vocab_size) {
+            let token = *request.prompt_tokens.iter().chain(said).nth(position).expect("found just now");
+            return Err(Refusal::Vocabulary { token, position, vocab_size });
+        }
+        if let Some(Partial { tokens, logprobs, base_logprobs, top_logprobs, weight_versions }) = &request.resumed {
+            let n = tokens.len();
+            if request.num_samples != 1 {
+                return Err(Refusal::Resumed("it is one sample's, and several are asked for"));
+            }
+            if [logprobs.len(), base_logprobs.len(), top_logprobs.len(), weight_versions.len()] != [n; 4] {
+                return Err(Refusal::Resumed("its lists differ in length"));
+            }
+            if n >= request.params.max_tokens {
+                return Err(Refusal::Resumed("it has all the tokens that it may have"));
+            }
+        }
+        let (tokens, response, context) =
+            (request.prompt_tokens.len(), request.params.max_tokens, self.config.max_position_embeddings);
+        if tokens.saturating_add(response) > context {
+            return Err(Refusal::Context { tokens, response, context });
+        }
+        let needed = KvCache::num_pages_at(&self.config, tokens + response);
+        if needed > self.pages.capacity() {
+            return Err(Refusal::Memory { tokens: tokens + response, needed, pages: self.pages.capacity() });
+        }
+        if (request.stream || !request.params.stop.is_empty()) && !self.tokenizer.writes_bytes() {
+            return Err(Refusal::Text);
+        }
+        if self.waiting.len() >= self.options.max_waiting {
+            return Err(Refusal::Full { waiting: self.waiting.len() });
+        }
+        Ok(())
+    }
+
+    /// Ends the samples of a request with what they have; false when it has ended already.
+    pub fn abort(&mut self, request: u64) -> bool {
+        self.abort_those(|sequence| sequence.request == request)
+    }
+
+    /// Ends all requests with what they have.
+    pub fn abort_all(&mut self) {
+        self.abort_those(|_| true);
+    }
+
+    fn abort_those(&mut self, which: impl Fn(&Sequence) -> bool) -> bool {
+        let active = std::mem::take(&mut self.active);
+        let (mut gone, stay): (Vec<_>, Vec<_>) = active.into_iter().partition(&which);
+        self.active = stay;
+        let waiting = std::mem::take(&mut self.waiting);
+        let (gone_waiting, stay): (Vec<_>, Vec<_>) = waiting.into_iter().partition(&which);
+        self.waiting = stay.into();
+        gone.extend(gone_waiting);
+        let any = !gone.is_empty();
+        for sequence in gone {
+            self.finish(sequence, Finish::Aborted);
+        }
+        any
+    }
+
+    /// Lets nothing run until [`Scheduler::resume`].
+    pub fn pause(&mut self, mode: PauseMode) {
+        self.paused = true;
+        match mode {
+            PauseMode::Abort => self.abort_all(),
+            PauseMode::Retract => {
+                for sequence in self.active.drain(..).rev().collect::<Vec<_>>() {
+                    self.waiting.push_front(sequence);
+                }
+                self.waiting.iter_mut().for_each(give_up_state);
+            }
+            PauseMode::InPlace => {}
+        }
+    }
+
+    /// Goes on after a pause.
+    pub fn resume(&mut self) {
+        self.paused = false;
+    }
+
+    /// Forgets the states that are kept for requests that begin alike; false where sequences hold states of their own, as
+    /// they do while they run or are paused in place.
+    pub fn flush(&mut self) -> bool {
+        let is_free = self.active.is_empty() && self.waiting.iter().all(|sequence| sequence.cache.is_none());
+        if is_free {
+            self.prefixes.clear(self.prefixes.version());
+            self.pages.shrink();
+        }
+        is_free
+    }
+
+    /// One forward pass over what is to be done, and a token for each sequence that is ready for one. False when there is
+    /// nothing to do.
+    pub fn step(&mut self) -> bool {
+        if self.is_idle() {
+            return false;
+        }
+        let model = self.model.read().unwrap_or_else(PoisonError::into_inner).clone();
+        self.meet_weights(model.version());
+        self.admit();
+        let takes = self.plan();
+        self.forward(&model, &takes);
+        self.draw(model.version());
+        self.stats.steps += 1;
+        true
+    }
+
+    /// Kept states are of one version of the weights. Sequences that drew tokens by their state go on with it, and it then
+    /// is of several; the others begin it again.
+    fn meet_weights(&mut self, version: u64) {
+        if self.prefixes.version() == version {
+            return;
+        }
+        self.prefixes.clear(version);
+        let of_several = |sequence: &mut Sequence| {
+            if sequence.said.tokens.len() == sequence.num_said_before {
+                give_up_state(sequence);
+            } else {
+                sequence.version = None;
+            }
+        };
+        self.waiting.iter_mut().for_each(of_several);
+        let mut active = std::mem::take(&mut self.active);
+        for sequence in &mut active {
+            of_several(sequence);
+            if sequence.cache.is_none() {
+                self.restore(sequence);
+            }
+        }
+        self.active = active;
+    }
+
+    /// Lets sequences in, in the order of their arrival, while there is a place and memory for them.
+    fn admit(&mut self) {
+        let mut num_active: usize = self.active.iter().map(|sequence| sequence.num_samples).sum();
+        while let Some(next) = self.waiting.front() {
+            if !self.active.is_empty() && num_active + next.num_samples > self.options.max_batch {
+                return;
+            }
+            // What it needs to come back to where it was and some way beyond.
+            let len = (next.tokens.len() + MIN_PREFILL).min(self.config.max_position_embeddings);
+            let needed = KvCache::num_pages_at(&self.config, len);
+            let mut next = self.waiting.pop_front().expect("it was there just now");
+            let held = next.cache.as_ref().map_or(0, KvCache::num_pages);
+            if next.cache.is_none() {
+                self.restore(&mut next);
+            }
+            while !self.active.is_empty()
+                && needed.saturating_sub(held) > self.pages.capacity() - self.pages.num_in_use()
+            {
+                if !self.prefixes.evict() {
+                    self.waiting.push_front(next);
+                    return;
+                }
+            }
+            num_active += next.num_samples;
+            let at = self.active.partition_point(|other| (other.request, other.index) < (next.request, next.index));
+            self.active.insert(at, next);
+        }
+    }
+
+    /// Gives a sequence without a state the longest kept one that fits, or an empty one.
+    fn restore(&mut self, sequence: &mut Sequence) {
+        let version = self.prefixes.version();
+        if sequence.said.tokens.is_empty() && sequence.choices_version != Some(version) {
+            // Nothing was drawn by them: they are not yet of any rollout.
+            sequence.choices = Choices::default();
+        }
+        let found = self.prefixes.longest(&sequence.tokens);
+        let cached = found.as_ref().map_or(0, |prefix| prefix.cache.len);
+        let cache = match found {
+            Some(prefix) => {
+                if sequence.choices.num_tokens < prefix.cache.len {
+                    sequence.note_version(version);
+                    sequence.choices = prefix.choices;
+                }
+                prefix.cache
+            }
+            None => KvCache::in_pages(&self.config, &self.pages),
+        };
+        sequence.cache = Some(cache);
+        sequence.num_said_before = sequence.said.tokens.len();
+        if sequence.said.weight_versions.iter().any(|&made_by| made_by != version) {
+            sequence.recomputed.push((sequence.said.tokens.len(), version));
+        }
+        sequence.version = Some(version);
+        if sequence.num_cached_tokens.is_none() {
+            let cached = cached.min(sequence.prompt_len);
+            sequence.num_cached_tokens = Some(cached);
+            self.stats.cached_tokens += cached as u64;
+        }
+    }
+
+    /// How many tokens each active sequence takes, with the pages for them in its hands; sequences for which there are
+    /// none go back to wait, the last that came first.
+    fn plan(&mut self) -> Vec<usize> {
+        let pending = |sequence: &Sequence| sequence.num_pending();
+        let num_ready = self.active.iter().filter(|s| pending(s) == 1).count();
+        let mut num_reading = self.active.len() - num_ready;
+        let mut room = self.options.max_step_tokens.saturating_sub(num_ready).max(MIN_PREFILL);
+        let mut takes: Vec<usize> = Vec::with_capacity(self.active.len());
+        for sequence in &self.active {
+            if pending(sequence) == 1 {
+                takes.push(1);
+                continue;
+            }
+            // An equal share of what is left; all but the last token, which waits until all before it are there.
+            let share = room.div_ceil(num_reading.max(1));
+            let to_stride = PREFIX_STRIDE - sequence.num_computed() % PREFIX_STRIDE;
+            let take = share.min(pending(sequence) - 1).min(to_stride);
+            room -= take;
+            num_reading -= 1;
+            takes.push(take);
+        }
+        let mut at = 0;
+        while at < self.active.len() {
+            let cache = self.active[at].cache.as_mut().expect("active sequences have a state");
+            if cache.prepare(takes[at]).is_ok() {
+                at += 1;
+            } else if self.prefixes.evict() || self.give_up_waiting() {
+            } else if takes[at] > 1 {
+                takes[at] /= 2;
+            } else {
+                // A sequence that is alone fits: that was seen to when it came.
+                let mut last = self.active.pop().expect("the one that needs pages is there");
+                takes.pop();
+                give_up_state(&mut last);
+                self.stats.preemptions += 1;
+                self.waiting.push_front(last);
+            }
+        }
+        takes
+    }
+
+    /// Takes the state from the last of the waiting sequences that has one; false when none has.
+    fn give_up_waiting(&mut self) -> bool {
+        match self.waiting.iter_mut().rev().find(|sequence| sequence.cache.is_some()) {
+            Some(sequence) => {
+                give_up_state(sequence);
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn forward(&mut self, model: &Model, takes: &[usize]) {
+        let longest = self.active.iter().map(|s| s.tokens.len()).max().unwrap_or(0);
+        self.workspace.reserve(&self.config, longest.next_power_of_two());
+        let mut segments: Vec<Segment<'_>> = self
+            .active
+            .iter_mut()
+            .zip(takes)
+            .filter(|(_, take)| **take > 0)
+            .map(|(Sequence { cache, tokens, .. }, &take)| {
+                let cache = cache.as_mut().expect("active sequences have a state");
+                let is_last = cache.len + take == tokens.len();
+                let logits = if is_last { Logits::Last } else { Logits::None };
+                Segment { tokens: &tokens[cache.len..][..take], cache, logits }
+            })
+            .collect();
+        if segments.is_empty() {
+            return;
+        }
+        model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
+        let config = &self.config;
+        let experts = config.num_hidden_layers * config.num_experts_per_tok;
+        let blocks = config.csa_layers().count() * config.index_topk;
+        let mut row = 0;
+        for (sequence, &take) in self.active.iter_mut().zip(takes).filter(|(_, take)| **take > 0) {
+            let len = sequence.num_computed();
+            if self.options.record_choices && len > sequence.choices.num_tokens {
+                sequence.note_version(model.version());
+                let choices = &mut sequence.choices;
+                let rows = row + take - (len - choices.num_tokens)..row + take;
+                choices.expert_idx.extend_from_slice(&self.output.expert_idx[rows.start * experts..rows.end * experts]);
+                choices.block_idx.extend_from_slice(&self.output.block_idx[rows.start * blocks..rows.end * blocks]);
+                choices.num_tokens = len;
+            }
+            row += take;
+            if len <= sequence.prompt_len || take > 1 {
+                self.stats.prefill_tokens += take as u64;
+            }
+            // Others may begin alike as far as a whole stride, and up to the last token of a prompt.
+            if len.is_multiple_of(PREFIX_STRIDE) && len < sequence.prompt_len || len + 1 == sequence.prompt_len {
+                keep(&mut self.prefixes, &self.options, sequence);
+            }
+        }
+    }
+
+    /// A token for each sequence whose tokens all went through the model.
+    fn draw(&mut self, version: u64) {
+        let ready: Vec<usize> = (0..self.active.len()).filter(|&i| self.active[i].num_pending() == 0).collect();
+        if ready.is_empty() {
+            return;
+        }
+        // Samples that begin here share a row of logits; what a draw does to its sums must not reach the next.
+        let (vocab_size, num_chunks) = (self.config.vocab_size, self.output.chunks.len() / ready.len());
+        let mut begun: Vec<(usize, Vec<Option<Drawn>>)> = Vec::new();
+        for (row, &i) in ready.iter().enumerate().filter(|(_, i)| self.active[**i].num_samples > 1) {
+            let sequence = &self.active[i];
+            let logits = &self.output.logits[row * vocab_size..][..vocab_size];
+            let chunks = &self.output.chunks[row * num_chunks..][..num_chunks];
+            let turn = sequence.turn();
+            let turns = (0..sequence.num_samples as u64).map(|n| Turn { rollout_id: sequence.rollout_id + n, ..turn });
+            begun.push((row, self.sampler.draw_several(logits, chunks, turns)));
+        }
+        let active = &self.active;
+        self.sampler.draw_rows(&mut self.workspace, &mut self.output, &mut self.drawn, |row| active[ready[row]].turn());
+
+        let mut drawn = std::mem::take(&mut self.drawn);
+        let mut begun = begun.into_iter().peekable();
+        let mut rows = ready.iter().copied().enumerate().peekable();
+        let mut num_active = 0;
+        for (i, sequence) in std::mem::take(&mut self.active).into_iter().enumerate() {
+            let Some((row, _)) = rows.next_if(|&(_, at)| at == i) else {
+                num_active += sequence.num_samples;
+                self.active.push(sequence);
+                continue;
+            };
+            if let Some((_, drawn)) = begun.next_if(|&(at, _)| at == row) {
+                let mut over = Vec::new();
+                for (n, drawn) in drawn.into_iter().enumerate() {
+                    if let Some(going_on) = self.take(sequence.fork(n), drawn, version) {
+                        if num_active < self.options.max_batch || self.active.is_empty() {
+                            num_active += 1;
+                            self.active.push(going_on);
+                        } else {
+                            over.push(going_on);
+                        }
+                    }
+                }
+                over.into_iter().rev().for_each(|sequence| self.waiting.push_front(sequence));
+            } else if let Some(going_on) = self.take(sequence, drawn[row].take(), version) {
+                num_active += 1;
+                self.active.push(going_on);
+            }
+        }
+        self.drawn = drawn;
+    }
+
+    /// Gives a sequence its next token; the sequence, if it goes on.
+    fn take(&mut self, mut sequence: Sequence, drawn: Option<Drawn>, version: u64) -> Option<Sequence> {
+        let Some(drawn) = drawn else {
+            self.finish(sequence, Finish::NotFinite(version));
+            return None;
+        };
+        self.stats.generated_tokens += 1;
+        let event = sequence.push(drawn, version, &self.tokenizer);
+        if let Some(event) = event {
+            let listens = self.requests.get_mut(&sequence.request).is_none_or(|request| (request.sink)(event));
+            if !listens {
+                self.finish(sequence, Finish::Aborted);
+                return None;
+            }
+        }
+        match sequence.finish_reason() {
+            Some(finish) => {
+                self.finish(sequence, finish);
+                None
+            }
+            None => Some(sequence),
+        }
+    }
+
+    /// Ends a sequence, which may stand for several samples, and tells so.
+    fn finish(&mut self, sequence: Sequence, finish: Finish) {
+        if sequence.cache.as_ref().is_some_and(|cache| cache.len > sequence.prompt_len) {
+            keep(&mut self.prefixes, &self.options, &sequence);
+        }
+        let (id, num_samples) = (sequence.request, sequence.num_samples);
+        self.stats.finished += num_samples as u64;
+        if finish == Finish::Aborted {
+            self.stats.aborted += num_samples as u64;
+        }
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        for n in 0..num_samples {
+            (request.sink)(sequence.fork(n).finish(finish.clone()));
+        }
+        request.num_open -= num_samples;
+        if request.num_open == 0 {
+            self.requests.remove(&id);
+        }
+    }
+}
+
+fn give_up_state(sequence: &mut Sequence) {
+    sequence.cache = None;
+    sequence.version = None;
+}
+
+/// Keeps a sequence's state for others that begin alike, if all of it, choices too, is of the weights that those will see.
+fn keep(prefixes: &mut PrefixCache, options: &SchedulerOptions, sequence: &Sequence) {
+    if let Some(cache) = sequence.cache.as_ref().filter(|cache| options.prefix_cache && cache.len > 0)
+        && sequence.version == Some(prefixes.version())
+        && (!options.record_choices || sequence.choices_version == sequence.version)
+    {
+        prefixes.insert(&sequence.tokens, &sequence.choices, cache);
+    }
+}
