@@ -11,5 +11,6 @@ pub mod model;
 pub mod prefix_cache;
 pub mod sampler;
 pub mod score;
+pub mod server;
 pub mod stop_tokens;
 pub mod tokenizer;

@@ -9,17 +9,19 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
-use cli::say;
+use cli::bench::{BenchArgs, run_bench};
+use cli::chat::{ChatArgs, run_chat};
+use cli::engine::load_engine;
 use cli::score::{Side, Texts, run_diff, run_score};
+use cli::serve::{ServeArgs, run_serve};
+use cli::{say, temperature, template, without_control};
 use datasets::{FinishReason, Prompt};
 use rollout::chat::{ChatOptions, Message, ThinkingMode, render};
 use rollout::convert::{Formats, Target, convert};
-use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions};
+use rollout::engine::{GenerateError, GroupRequest, Progress, SchedulerOptions};
 use rollout::model::checkpoint::{Format, Layout, Naming};
-use rollout::model::{LayerKind, Model, ModelConfig, Sizes};
+use rollout::model::{LayerKind, ModelConfig, Sizes};
 use rollout::sampler::SamplingParams;
-use rollout::stop_tokens::load_stop_tokens;
-use rollout::tokenizer::Tokenizer;
 
 /// The Furlong rollout engine
 #[derive(Parser)]
@@ -80,6 +82,12 @@ enum Command {
         #[command(flatten)]
         texts: Texts,
     },
+    /// Serve a model to clients of OpenAI's and SGLang's HTTP interfaces
+    Serve(ServeArgs),
+    /// Talk with a model
+    Chat(ChatArgs),
+    /// Say how fast a model answers here
+    Bench(BenchArgs),
     /// Answer prompts
     Generate {
         /// A checkpoint folder
@@ -127,20 +135,12 @@ impl From<Others> for Format {
     }
 }
 
-/// What a prompt can be put into.
-fn template(text: &str) -> Result<String, String> {
-    if text.contains("{prompt}") { Ok(text.to_owned()) } else { Err("expected a text with `{prompt}` in it".into()) }
-}
-
-/// A number that the kernels can divide logits by.
-fn temperature(text: &str) -> Result<f32, String> {
-    let is_usable = |t: &f32| *t == 0.0 || (1e-3..=1e3).contains(t);
-    text.parse().ok().filter(is_usable).ok_or_else(|| "expected 0 or a number from 0.001 to 1000".into())
-}
-
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Info { model } => info(&model),
+        Command::Serve(args) => run_serve(args),
+        Command::Chat(args) => run_chat(args),
+        Command::Bench(args) => run_bench(args),
         Command::Score { model, texts } => run_score(&model, &texts),
         Command::Diff { a_as, b_as, others: Some(_), .. } if ![a_as, b_as].contains(&Some(Layout::Mxfp4)) => {
             Err(anyhow::anyhow!("--others says what stands beside mxfp4; give --a-as or --b-as mxfp4, or leave it out"))
@@ -220,11 +220,8 @@ fn generate(
     samples: usize,
     params: &SamplingParams,
 ) -> anyhow::Result<()> {
-    let config = ModelConfig::load(&dir.join("config.json"))?;
-    let tokenizer = Tokenizer::load(dir, config.vocab_size)?;
-    let stop_tokens = load_stop_tokens(dir, config.eos_token_id.ids(), config.vocab_size)?;
     let options = SchedulerOptions { record_choices: false, ..SchedulerOptions::default() };
-    let engine = Engine::new(Model::load(dir, &config)?, tokenizer, stop_tokens, options);
+    let engine = load_engine(dir, options)?;
     let mut requests = Vec::new();
     for (row, text) in prompts.iter().enumerate() {
         let rendered = match form {
@@ -268,18 +265,4 @@ fn generate(
         }
     }
     Ok(())
-}
-
-/// `text` with its control characters spelled out, so that what a model says cannot drive a terminal.
-fn without_control(text: &str) -> String {
-    let is_harmless = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
-    text.chars().map(|c| if is_harmless(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn a_response_cannot_drive_the_terminal() {
-        assert_eq!(super::without_control("é\n\tok\u{1b}[2J\r\u{9b}1m\u{7}"), "é\n\tok\\u{1b}[2J\\r\\u{9b}1m\\u{7}");
-    }
 }

@@ -78,29 +78,30 @@ fn read(data: &[u64]) -> u64 {
 /// Multiply-adds in twelve registers; returns how many operations that were.
 fn fma() -> u64 {
     const TURNS: u64 = 4_000_000;
-    #[inline(always)]
-    fn body<const W: usize>() -> u64 {
-        let (a, b) = (black_box([1.0f32; W]), black_box([1e-9f32; W]));
-        let mut sums = [[0.0f32; W]; 12];
-        for _ in 0..TURNS {
-            for sum in &mut sums {
-                for i in 0..W {
-                    sum[i] = sum[i].mul_add(a[i], b[i]);
-                }
-            }
-        }
-        black_box(sums);
-        TURNS * 12 * W as u64 * 2
-    }
     #[cfg(target_arch = "x86_64")]
     {
+        use std::arch::x86_64::*;
+        /// In intrinsics: of a plain loop the compiler keeps the sums in memory.
+        macro_rules! turns {
+            ($set:ident, $fma:ident, $lanes:expr) => {{
+                let (a, b) = ($set(black_box(1.0)), $set(black_box(1e-9)));
+                let mut sums = [b; 12];
+                for _ in 0..TURNS {
+                    for sum in &mut sums {
+                        *sum = $fma(*sum, a, b);
+                    }
+                }
+                black_box(sums);
+                TURNS * 12 * $lanes * 2
+            }};
+        }
         #[target_feature(enable = "avx2,fma")]
         fn avx2() -> u64 {
-            body::<8>()
+            turns!(_mm256_set1_ps, _mm256_fmadd_ps, 8)
         }
         #[target_feature(enable = "avx512f")]
         fn avx512() -> u64 {
-            body::<16>()
+            turns!(_mm512_set1_ps, _mm512_fmadd_ps, 16)
         }
         match kernels::backend() {
             // SAFETY: the backend is in use only where the CPU has its instructions.
@@ -110,7 +111,17 @@ fn fma() -> u64 {
             Backend::Scalar => {}
         }
     }
-    body::<4>()
+    let (a, b) = (black_box([1.0f32; 4]), black_box([1e-9f32; 4]));
+    let mut sums = [[0.0f32; 4]; 12];
+    for _ in 0..TURNS {
+        for sum in &mut sums {
+            for i in 0..4 {
+                sum[i] = sum[i].mul_add(a[i], b[i]);
+            }
+        }
+    }
+    black_box(sums);
+    TURNS * 12 * 4 * 2
 }
 
 /// The median of `runs` times of `work`, in seconds, after one that is not counted.

@@ -5,7 +5,10 @@ mod request;
 mod scheduler;
 mod sequence;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::borrow::Cow;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -14,8 +17,9 @@ use std::time::Duration;
 use datasets::{FinishReason, Group, IndexerChoices, Prompt, Rollout, RoutingChoices};
 use kernels::pool::MAX_THREADS;
 
+use crate::kv_cache::KvCache;
 use crate::memory::free_memory;
-use crate::model::{Model, ModelConfig, WeightUpdate, WeightUpdateError, checksum};
+use crate::model::{HostTensor, Model, ModelBuilder, ModelConfig, WeightUpdate, WeightUpdateError};
 use crate::sampler::SamplingParams;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
@@ -120,9 +124,37 @@ pub enum GenerateError {
     Decode(#[from] TokenizerError),
 }
 
+/// New weights on their way into an engine: packed beside the old ones as they come, and served when all have come and are
+/// what was sent. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct Update<'a> {
+    engine: &'a Engine,
+    version: u64,
+    next: ModelBuilder,
+}
+
+impl Update<'_> {
+    /// Takes a tensor in the engine's format (see [`to_engine_format`](crate::model::to_engine_format)).
+    ///
+    /// # Errors
+    /// When the model has no such tensor, or it came before.
+    pub fn push(&mut self, name: &str, tensor: Cow<'_, HostTensor>) -> Result<(), WeightUpdateError> {
+        self.next.push(name, tensor)
+    }
+
+    /// Serves the new weights: responses that have begun go on with them at their next token. The checksum of them.
+    ///
+    /// # Errors
+    /// When a tensor has not come, `checksum` (made by the sender) is not that of what the kernels will compute on, or
+    /// another update with such a version came first; the engine then keeps what it serves.
+    pub fn finish(self, checksum: Option<u64>) -> Result<u64, WeightUpdateError> {
+        self.engine.swap(self.next.finish(self.version)?, checksum)
+    }
+}
+
 /// What the engine's thread is told.
 enum Command {
-    Submit(Vec<(Request, Sink)>, Answer),
+    Submit(u64, Vec<(Request, Sink)>),
     Abort(u64),
     AbortAll,
     Pause(PauseMode, Sender<()>),
@@ -131,15 +163,15 @@ enum Command {
     Quit,
 }
 
-/// Told whether each of some requests was taken.
-pub type Answer = Box<dyn FnOnce(Vec<Result<u64, Refusal>>) + Send>;
-
 /// A model that answers requests. Dropping it ends its thread, and what is running with it.
 pub struct Engine {
     config: ModelConfig,
+    options: SchedulerOptions,
+    max_sequence_len: usize,
     tokenizer: Arc<Tokenizer>,
     model: Arc<RwLock<Arc<Model>>>,
     commands: Sender<Command>,
+    next_request: AtomicU64,
     stats: Arc<Mutex<Stats>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -159,12 +191,25 @@ impl Engine {
         let (config, tokenizer, model) =
             (model.config().clone(), Arc::new(tokenizer), Arc::new(RwLock::new(Arc::new(model))));
         let ((commands, inbox), stats) = (channel(), Arc::<Mutex<Stats>>::default());
+        let mut scheduler = Scheduler::new(model.clone(), tokenizer.clone(), stop_tokens, options.clone());
+        let pages = scheduler.stats().pages;
+        let max_sequence_len = longest_within(&config, pages);
         let thread = {
-            let (model, tokenizer, stats) = (model.clone(), tokenizer.clone(), stats.clone());
-            let run = move || work(&mut Scheduler::new(model, tokenizer, stop_tokens, options), &inbox, &stats);
+            let stats = stats.clone();
+            let run = move || work(&mut scheduler, &inbox, &stats);
             std::thread::Builder::new().name("rollout-0".into()).spawn(run).expect("a thread can start")
         };
-        Self { config, tokenizer, model, commands, stats, thread: Some(thread) }
+        Self {
+            config,
+            options,
+            max_sequence_len,
+            tokenizer,
+            model,
+            commands,
+            next_request: AtomicU64::new(0),
+            stats,
+            thread: Some(thread),
+        }
     }
 
     /// The tokenizer of its model.
@@ -182,30 +227,101 @@ impl Engine {
         self.model.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Takes new weights: packs them beside the old ones, proves by checksum that what the kernels will compute on is
-    /// what was sent, and swaps. Responses that have begun go on with the new weights at their next token.
+    /// Takes new weights that are in memory whole.
     ///
     /// # Errors
-    /// When the version does not count up or the checksum differs; the engine then keeps what it serves.
+    /// As [`Update::finish`].
     pub fn update_weights(&self, update: &WeightUpdate) -> Result<(), WeightUpdateError> {
-        let current = self.model().version();
-        if update.version <= current {
-            return Err(WeightUpdateError::Stale { version: update.version, current });
+        let mut next = self.begin_update(update.version)?;
+        for (name, tensor) in &update.weights {
+            next.push(name, Cow::Borrowed(tensor))?;
         }
-        let model = Model::new(&self.config, update.version, &update.weights);
-        let found = checksum(&model.export());
-        if found != update.checksum {
-            let (version, expected) = (update.version, update.checksum);
-            return Err(WeightUpdateError::Checksum { version, found, expected, current });
-        }
-        *self.model.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(model);
+        next.finish(Some(update.checksum)).map(drop)
+    }
+
+    /// Takes the weights of the checkpoint in `dir`, tensor by tensor; the checksum of what is served then.
+    ///
+    /// # Errors
+    /// When the folder cannot be read, and as [`Update::finish`].
+    pub fn update_weights_from_dir(
+        &self,
+        dir: &Path,
+        version: u64,
+        checksum: Option<u64>,
+    ) -> Result<u64, WeightUpdateError> {
+        self.check_version(version)?;
+        let model = Model::load(dir, &self.config)?.with_version(version);
+        self.swap(model, checksum)
+    }
+
+    /// Begins to take new weights that come in pieces, such as buckets from another process.
+    ///
+    /// # Errors
+    /// When the version does not count up.
+    pub fn begin_update(&self, version: u64) -> Result<Update<'_>, WeightUpdateError> {
+        self.check_version(version)?;
+        Ok(Update { engine: self, version, next: ModelBuilder::new(&self.config) })
+    }
+
+    /// Lets the weights that are served be of another version from the next token on: for who publishes numbers apart from
+    /// weights.
+    ///
+    /// # Errors
+    /// When the version does not count up.
+    pub fn set_version(&self, version: u64) -> Result<(), WeightUpdateError> {
+        self.check_version(version)?;
+        let mut model = self.model.write().unwrap_or_else(PoisonError::into_inner);
+        *model = Arc::new(model.with_version(version));
         Ok(())
     }
 
+    fn check_version(&self, version: u64) -> Result<(), WeightUpdateError> {
+        let current = self.version();
+        if version > current { Ok(()) } else { Err(WeightUpdateError::Stale { version, current }) }
+    }
+
+    /// Serves `model` from the next token on, if it is what was sent.
+    fn swap(&self, model: Model, expected: Option<u64>) -> Result<u64, WeightUpdateError> {
+        let found = model.checksum();
+        let mut current = self.model.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(expected) = expected.filter(|&expected| expected != found) {
+            let (version, current) = (model.version(), current.version());
+            return Err(WeightUpdateError::Checksum { version, found, expected, current });
+        }
+        if model.version() <= current.version() {
+            return Err(WeightUpdateError::Stale { version: model.version(), current: current.version() });
+        }
+        *current = Arc::new(model);
+        Ok(found)
+    }
+
+    /// The version of the weights it serves now.
+    pub fn version(&self) -> u64 {
+        self.model().version()
+    }
+
+    /// What it may use.
+    pub fn options(&self) -> &SchedulerOptions {
+        &self.options
+    }
+
+    /// Tokens of the longest sequence that fits into the model's context and into the memory for sequences.
+    pub fn max_sequence_len(&self) -> usize {
+        self.max_sequence_len
+    }
+
+    /// Whether its thread still runs; it ends only with the engine, or in a panic.
+    pub fn is_alive(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
     /// Takes requests, before its next step and so that they run together; the events of each go to its sink, on the
-    /// engine's thread, and `answer` is told there by which number each can be aborted, or why it is not taken.
-    pub fn submit(&self, requests: Vec<(Request, Sink)>, answer: Answer) {
-        self.tell(Command::Submit(requests, answer));
+    /// engine's thread: first [`Event::Taken`] or [`Event::Refused`]. The numbers by which they can be aborted.
+    pub fn submit(&self, requests: Vec<(Request, Sink)>) -> Range<u64> {
+        let num_requests = requests.len() as u64;
+        let first = self.next_request.fetch_add(num_requests, Ordering::Relaxed);
+        self.tell(Command::Submit(first, requests));
+        first..first + num_requests
     }
 
     /// Ends a request with what it has, if it is still running; each of its samples is told so.
@@ -251,7 +367,7 @@ impl Engine {
     /// Answers every request; the result is in the order of `requests`.
     ///
     /// # Errors
-    /// When a request is refused (before anything is generated), the weights are broken, or `progress` says to stop.
+    /// When a request is refused, the weights are broken, or `progress` says to stop; the others are then aborted.
     ///
     /// # Panics
     /// When the engine's thread has.
@@ -286,21 +402,11 @@ impl Engine {
             };
             (asked, sink)
         };
-        let asked: Vec<(usize, &GroupRequest)> =
-            requests.iter().enumerate().filter(|(_, request)| request.group_size > 0).collect();
-        let all = asked.iter().copied().map(ask).collect();
-        let answers = self.ask(|answered: Sender<_>| {
-            // Who asked waits for it.
-            Command::Submit(all, Box::new(move |answers| drop(answered.send(answers))))
-        });
-        let mut submitted = Submitted { engine: self, ids: Vec::new() };
-        submitted.ids.extend(answers.iter().filter_map(|answer| answer.as_ref().ok()));
-        for ((_, request), answer) in asked.iter().zip(answers) {
-            answer.map_err(|refusal| GenerateError::Refused { row: request.prompt.row, refusal })?;
-        }
+        let all = requests.iter().enumerate().filter(|(_, request)| request.group_size > 0).map(ask).collect();
+        let mut submitted = Submitted { engine: self, ids: self.submit(all) };
         drop(sender);
         let groups = self.collect(requests, &events, progress)?;
-        submitted.ids.clear();
+        submitted.ids = 0..0;
         Ok(groups)
     }
 
@@ -327,12 +433,18 @@ impl Engine {
                 }
                 Err(RecvTimeoutError::Disconnected) => panic!("the engine's thread has panicked"),
             };
-            if let (at, Event::Finished { completion, .. }) = event {
-                let request = &requests[at];
-                let index = completion.index;
-                rollouts[at][index] = Some(self.rollout(request, *completion)?);
-                num_open -= 1;
-                progress.rollouts.fetch_add(1, Ordering::Relaxed);
+            match event {
+                (at, Event::Refused(refusal)) => {
+                    return Err(GenerateError::Refused { row: requests[at].prompt.row, refusal });
+                }
+                (at, Event::Finished { completion, .. }) => {
+                    let request = &requests[at];
+                    let index = completion.index;
+                    rollouts[at][index] = Some(self.rollout(request, *completion)?);
+                    num_open -= 1;
+                    progress.rollouts.fetch_add(1, Ordering::Relaxed);
+                }
+                (_, Event::Taken | Event::Token { .. }) => {}
             }
         }
         let tokens = rollouts.iter().flatten().flatten().map(|rollout| rollout.response_tokens.len()).sum();
@@ -388,13 +500,13 @@ impl Engine {
 /// Requests that are aborted when their caller gives up.
 struct Submitted<'a> {
     engine: &'a Engine,
-    ids: Vec<u64>,
+    ids: Range<u64>,
 }
 
 impl Drop for Submitted<'_> {
     fn drop(&mut self) {
         // A thread that has panicked has nothing to abort.
-        self.ids.iter().for_each(|&id| drop(self.engine.commands.send(Command::Abort(id))));
+        self.ids.clone().for_each(|id| drop(self.engine.commands.send(Command::Abort(id))));
     }
 }
 
@@ -408,6 +520,16 @@ impl Drop for Engine {
     }
 }
 
+/// Tokens of the longest sequence whose state takes at most as many pages, and that the model can read.
+fn longest_within(config: &ModelConfig, pages: usize) -> usize {
+    let (mut fits, mut beyond) = (0, config.max_position_embeddings + 1);
+    while fits + 1 < beyond {
+        let len = fits + (beyond - fits) / 2;
+        if KvCache::num_pages_at(config, len) <= pages { fits = len } else { beyond = len }
+    }
+    fits
+}
+
 /// The engine's thread: what it is told, then a step, and so on; it sleeps while there is nothing to do.
 fn work(scheduler: &mut Scheduler, inbox: &Receiver<Command>, stats: &Mutex<Stats>) {
     loop {
@@ -419,8 +541,10 @@ fn work(scheduler: &mut Scheduler, inbox: &Receiver<Command>, stats: &Mutex<Stat
         for command in first.into_iter().chain(inbox.try_iter()) {
             // Who asked may be gone.
             let _ = match command {
-                Command::Submit(requests, answer) => {
-                    answer(requests.into_iter().map(|(request, sink)| scheduler.submit(request, sink)).collect());
+                Command::Submit(first, requests) => {
+                    for (id, (request, sink)) in (first..).zip(requests) {
+                        scheduler.submit(id, request, sink);
+                    }
                     true
                 }
                 Command::Abort(request) => scheduler.abort(request),

@@ -77,6 +77,10 @@ pub struct Completion {
 /// What happens to a request.
 #[derive(Clone, Debug)]
 pub enum Event {
+    /// It waits for its turn.
+    Taken,
+    /// It is not taken, and nothing else will happen to it.
+    Refused(Refusal),
     /// A sample has one more token.
     Token {
         /// Which sample.

@@ -83,6 +83,15 @@ pub struct Stats {
     pub preemptions: u64,
     /// Forward passes.
     pub steps: u64,
+    /// Whether nothing runs until it is resumed.
+    pub is_paused: bool,
+}
+
+impl Stats {
+    /// The part of all prompts' tokens whose state was there; 0 before the first.
+    pub fn cache_hit_rate(&self) -> f64 {
+        self.cached_tokens as f64 / (self.cached_tokens + self.prefill_tokens).max(1) as f64
+    }
 }
 
 /// Told what happens to a request; false when nobody listens any more.
@@ -108,7 +117,6 @@ pub struct Scheduler {
     pages: PagePool,
     prefixes: PrefixCache,
     requests: HashMap<u64, OpenRequest>,
-    next_request: u64,
     /// In the order of their arrival, as those that wait.
     active: Vec<Sequence>,
     waiting: VecDeque<Sequence>,
@@ -148,7 +156,6 @@ impl Scheduler {
             pages,
             prefixes: PrefixCache::new(version),
             requests: HashMap::new(),
-            next_request: 0,
             active: Vec::new(),
             waiting: VecDeque::new(),
             paused: false,
@@ -176,26 +183,28 @@ impl Scheduler {
             pages: self.pages.capacity(),
             page_bytes: 4 * self.pages.page_len(),
             num_prefixes: self.prefixes.len(),
+            is_paused: self.paused,
             ..self.stats
         }
     }
 
-    /// Takes a request, whose events go to `sink`; the number by which it can be aborted.
-    ///
-    /// # Errors
-    /// When it cannot be answered, or too many wait.
-    pub fn submit(&mut self, request: Request, sink: Sink) -> Result<u64, Refusal> {
-        self.check(&request)?;
+    /// Takes a request under a number that no other has; requests are served in the order of their numbers. Its events go
+    /// to `sink`: first whether it is taken, which it is not when it cannot be answered or too many wait.
+    pub fn submit(&mut self, id: u64, request: Request, mut sink: Sink) {
+        if let Err(refusal) = self.check(&request) {
+            sink(Event::Refused(refusal));
+            return;
+        }
+        if !sink(Event::Taken) {
+            return;
+        }
         let Request { prompt_tokens, params, num_samples, first_rollout_id, resumed, stream } = request;
-        let id = self.next_request;
-        self.next_request += 1;
         self.requests.insert(id, OpenRequest { sink, num_open: num_samples });
         let said = resumed.unwrap_or_default();
         let (tokenizer, eos) = (&self.tokenizer, &self.stop_tokens);
         let sequence =
             Sequence::new(id, &prompt_tokens, params, num_samples, first_rollout_id, said, stream, tokenizer, eos);
         self.waiting.push_back(sequence);
-        Ok(id)
     }
 
     fn check(&self, request: &Request) -> Result<(), Refusal> {
@@ -253,16 +262,15 @@ impl Scheduler {
     }
 
     fn abort_those(&mut self, which: impl Fn(&Sequence) -> bool) -> bool {
-        let active = std::mem::take(&mut self.active);
-        let (mut gone, stay): (Vec<_>, Vec<_>) = active.into_iter().partition(&which);
-        self.active = stay;
-        let waiting = std::mem::take(&mut self.waiting);
-        let (gone_waiting, stay): (Vec<_>, Vec<_>) = waiting.into_iter().partition(&which);
-        self.waiting = stay.into();
-        gone.extend(gone_waiting);
-        let any = !gone.is_empty();
-        for sequence in gone {
-            self.finish(sequence, Finish::Aborted);
+        let mut any = false;
+        while let Some(at) = self.active.iter().position(&which) {
+            let gone = self.active.remove(at);
+            self.finish(gone, Finish::Aborted);
+            any = true;
+        }
+        while let Some(gone) = self.waiting.iter().position(&which).and_then(|at| self.waiting.remove(at)) {
+            self.finish(gone, Finish::Aborted);
+            any = true;
         }
         any
     }

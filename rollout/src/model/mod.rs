@@ -14,4 +14,4 @@ pub(crate) use config_file::fp8_quantization;
 pub use forward::{ForwardOutput, Logits, Segment, Workspace};
 pub use sizes::{KindSize, Sizes};
 pub use trace::{Difference, Extent, Trace, Values, compare, first_beyond};
-pub use weights::{Model, WeightUpdate, WeightUpdateError, checksum, to_engine_format};
+pub use weights::{Model, ModelBuilder, WeightUpdate, WeightUpdateError, checksum, to_engine_format};

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::path::Path;
+use std::sync::Arc;
 
 use half::bf16;
 use kernels::linear::{Linear, fp8_is_exact};
@@ -42,6 +43,27 @@ pub enum WeightUpdateError {
         /// What the engine serves.
         current: u64,
     },
+    /// A tensor that the model has not, or of another shape.
+    #[error("tensor `{name}` of shape {found:?} arrived, expected {expected}; the engine keeps what it serves")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// Its shape.
+        found: Vec<usize>,
+        /// What was expected.
+        expected: String,
+    },
+    /// A tensor did not arrive.
+    #[error("tensor `{name}` did not arrive with version {version}; the engine keeps what it serves: publish again")]
+    Missing {
+        /// Its name.
+        name: String,
+        /// The version that was to be loaded.
+        version: u64,
+    },
+    /// A folder could not be read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The version does not count up.
     #[error(
         "weights of version {version} arrived, but the engine already serves version {current}; versions must count up"
@@ -56,8 +78,12 @@ pub enum WeightUpdateError {
 
 /// The checksum over names, shapes and bytes of all tensors, in name order (xxh3, 64 bits).
 pub fn checksum(weights: &Weights) -> u64 {
+    checksum_of(weights.iter().map(|(name, tensor)| (name.as_str(), Cow::Borrowed(tensor))))
+}
+
+fn checksum_of<'a>(tensors: impl Iterator<Item = (&'a str, Cow<'a, HostTensor>)>) -> u64 {
     let mut hash = Xxh3::new();
-    for (name, tensor) in weights {
+    for (name, tensor) in tensors {
         hash.update(name.as_bytes());
         for dim in &tensor.shape {
             hash.update(&(*dim as u64).to_le_bytes());
@@ -116,14 +142,14 @@ struct Matrix {
     parts: Vec<Linear>,
 }
 
-/// A model ready to run: config, packed weights, and where each layer finds its own.
-#[derive(Debug)]
+/// A model ready to run: config, packed weights, and where each layer finds its own. Clones share the weights.
+#[derive(Clone, Debug)]
 pub struct Model {
     pub(super) config: ModelConfig,
     version: u64,
-    matrices: Vec<Matrix>,
-    vectors: Vec<(String, HostTensor)>,
-    hash_tables: Vec<(String, HostTensor)>,
+    matrices: Arc<Vec<Matrix>>,
+    vectors: Arc<Vec<(String, HostTensor)>>,
+    hash_tables: Arc<Vec<(String, HostTensor)>>,
     pub(super) embed: VectorId,
     pub(super) layers: Vec<Layer>,
     pub(super) collapse: Collapse,
@@ -132,7 +158,7 @@ pub struct Model {
 }
 
 /// From streams to the normalised hidden state that the head reads.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Collapse {
     pub(super) gate: MatrixId,
     pub(super) base: VectorId,
@@ -141,7 +167,7 @@ pub(super) struct Collapse {
 }
 
 /// The multi-token-prediction block; embedding and head are the model's.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Mtp {
     pub(super) e_proj: MatrixId,
     pub(super) h_proj: MatrixId,
@@ -151,14 +177,14 @@ pub(super) struct Mtp {
     pub(super) collapse: Collapse,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct HyperConnection {
     pub(super) gate: MatrixId,
     pub(super) base: VectorId,
     pub(super) scale: VectorId,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Compressor {
     pub(super) wkv: MatrixId,
     pub(super) wgate: MatrixId,
@@ -166,21 +192,21 @@ pub(super) struct Compressor {
     pub(super) norm: VectorId,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Indexer {
     pub(super) compressor: Compressor,
     pub(super) wq_b: MatrixId,
     pub(super) weights_proj: MatrixId,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Expert {
     pub(super) w1: MatrixId,
     pub(super) w2: MatrixId,
     pub(super) w3: MatrixId,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Layer {
     /// What its ops are called in a trace.
     pub(super) name: String,
@@ -257,54 +283,17 @@ impl Model {
         version: u64,
         mut tensor: impl FnMut(&str, &[usize]) -> Result<Cow<'a, HostTensor>, E>,
     ) -> Result<Self, E> {
-        let mut matrices = Vec::new();
-        let mut vectors = Vec::new();
-        let mut ids = HashMap::new();
-        for (name, shape) in config.parameters() {
-            let tensor = tensor(&name, &shape)?;
-            assert_eq!(tensor.shape, shape, "shape of tensor `{name}`");
-            if is_matrix(&name, &shape) {
-                ids.insert(name.clone(), matrices.len());
-                let parts = num_parts(config, &name);
-                matrices.push(pack(name, &tensor, parts));
-            } else {
-                ids.insert(name.clone(), vectors.len());
-                vectors.push((name, tensor.into_owned()));
-            }
+        let mut builder = ModelBuilder::new(config);
+        let tables = config.hash_tables().into_iter().map(|name| (name, config.hash_table_shape().to_vec()));
+        for (name, shape) in config.parameters().into_iter().chain(tables) {
+            builder.push(&name, tensor(&name, &shape)?).unwrap_or_else(|error| panic!("{error}"));
         }
-        let mut hash_tables = Vec::new();
-        for name in config.hash_tables() {
-            let table = tensor(&name, &config.hash_table_shape())?.into_owned();
-            hash_tables.push((name, table));
-        }
-        let id = |name: &str| *ids.get(name).unwrap_or_else(|| panic!("`{name}` is not a parameter of this model"));
-        let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &format!("layers.{i}"), &id)).collect();
-        let collapse = |prefix: &str| Collapse {
-            gate: id(&format!("{prefix}hc_head_fn")),
-            base: id(&format!("{prefix}hc_head_base")),
-            scale: id(&format!("{prefix}hc_head_scale")),
-            norm: id(&format!("{prefix}norm.weight")),
-        };
-        let mtp = config.has_mtp().then(|| Mtp {
-            e_proj: id(&format!("{MTP_PREFIX}.e_proj.weight")),
-            h_proj: id(&format!("{MTP_PREFIX}.h_proj.weight")),
-            enorm: id(&format!("{MTP_PREFIX}.enorm.weight")),
-            hnorm: id(&format!("{MTP_PREFIX}.hnorm.weight")),
-            layer: Layer { name: "mtp".into(), ..layer(config, config.num_hidden_layers, MTP_PREFIX, &id) },
-            collapse: collapse(&format!("{MTP_PREFIX}.")),
-        });
-        Ok(Self {
-            config: config.clone(),
-            version,
-            matrices,
-            vectors,
-            hash_tables,
-            embed: id("embed.weight"),
-            layers,
-            collapse: collapse(""),
-            head: id("head.weight"),
-            mtp,
-        })
+        Ok(builder.finish(version).unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    /// The same weights under another version.
+    pub fn with_version(&self, version: u64) -> Self {
+        Self { version, ..self.clone() }
     }
 
     /// Its configuration.
@@ -320,7 +309,7 @@ impl Model {
     /// Bytes of the packed weights.
     pub fn num_bytes(&self) -> usize {
         let matrices: usize = self.matrices.iter().flat_map(|m| &m.parts).map(Linear::num_bytes).sum();
-        let tensors = self.vectors.iter().chain(&self.hash_tables);
+        let tensors = self.vectors.iter().chain(&*self.hash_tables);
         matrices + tensors.map(|(_, t)| t.bytes().len()).sum::<usize>()
     }
 
@@ -328,6 +317,18 @@ impl Model {
     pub fn export(&self) -> Weights {
         let matrices = self.matrices.iter().map(|m| (m.name.clone(), unpack(m)));
         matrices.chain(self.vectors.iter().cloned()).chain(self.hash_tables.iter().cloned()).collect()
+    }
+
+    /// [`checksum`] of [`Model::export`], one tensor at a time.
+    pub fn checksum(&self) -> u64 {
+        let matrices = self.matrices.iter().map(|matrix| (matrix.name.as_str(), Err(matrix)));
+        let tensors = self.vectors.iter().chain(&*self.hash_tables).map(|(name, tensor)| (name.as_str(), Ok(tensor)));
+        let mut all: Vec<_> = matrices.chain(tensors).collect();
+        all.sort_unstable_by_key(|(name, _)| *name);
+        checksum_of(all.into_iter().map(|(name, tensor)| match tensor {
+            Ok(tensor) => (name, Cow::Borrowed(tensor)),
+            Err(matrix) => (name, Cow::Owned(unpack(matrix))),
+        }))
     }
 
     pub(super) fn matrix(&self, id: MatrixId) -> &Linear {
@@ -347,6 +348,103 @@ impl Model {
         let k = self.config.num_experts_per_tok;
         let TensorData::I64(table) = &self.hash_tables[layer].1.data else { panic!("a hash table holds integers") };
         &table[token as usize * k..][..k]
+    }
+}
+
+/// A model in the making: its tensors come in any order, and each is packed as it comes.
+#[derive(Debug)]
+pub struct ModelBuilder {
+    config: ModelConfig,
+    /// What is still to come.
+    shapes: HashMap<String, Vec<usize>>,
+    matrices: HashMap<String, Matrix>,
+    tensors: HashMap<String, HostTensor>,
+}
+
+impl ModelBuilder {
+    /// For a model of which nothing is there yet.
+    pub fn new(config: &ModelConfig) -> Self {
+        let tables = config.hash_tables().into_iter().map(|name| (name, config.hash_table_shape().to_vec()));
+        let shapes = config.parameters().into_iter().chain(tables).collect();
+        Self { config: config.clone(), shapes, matrices: HashMap::new(), tensors: HashMap::new() }
+    }
+
+    /// Takes a tensor in the engine's format.
+    ///
+    /// # Errors
+    /// When the model has no such tensor, or it came before.
+    pub fn push(&mut self, name: &str, tensor: Cow<'_, HostTensor>) -> Result<(), WeightUpdateError> {
+        let refuse =
+            |expected| Err(WeightUpdateError::Tensor { name: name.to_owned(), found: tensor.shape.clone(), expected });
+        match self.shapes.get(name) {
+            None => return refuse("each of the model's tensors once and no other".to_owned()),
+            Some(shape) if *shape != tensor.shape => return refuse(format!("shape {shape:?}")),
+            Some(_) => {}
+        }
+        let is_table = self.config.hash_tables().iter().any(|table| table == name);
+        match (is_table, matches!(tensor.data, TensorData::I64(_))) {
+            (true, false) => return refuse("integers".to_owned()),
+            (false, true) => return refuse("numbers that are no integers".to_owned()),
+            _ => {}
+        }
+        self.shapes.remove(name);
+        if is_matrix(name, &tensor.shape) && !is_table {
+            self.matrices.insert(name.to_owned(), pack(name.to_owned(), &tensor, num_parts(&self.config, name)));
+        } else {
+            self.tensors.insert(name.to_owned(), tensor.into_owned());
+        }
+        Ok(())
+    }
+
+    /// The model, when everything has come.
+    ///
+    /// # Errors
+    /// When a tensor has not.
+    pub fn finish(mut self, version: u64) -> Result<Model, WeightUpdateError> {
+        if let Some(name) = self.shapes.into_keys().min() {
+            return Err(WeightUpdateError::Missing { name, version });
+        }
+        let config = &self.config;
+        let (mut matrices, mut vectors, mut ids) = (Vec::new(), Vec::new(), HashMap::new());
+        for (name, _) in config.parameters() {
+            if let Some(matrix) = self.matrices.remove(&name) {
+                ids.insert(name, matrices.len());
+                matrices.push(matrix);
+            } else if let Some(tensor) = self.tensors.remove(&name) {
+                ids.insert(name.clone(), vectors.len());
+                vectors.push((name, tensor));
+            }
+        }
+        let tables = config.hash_tables().into_iter();
+        let hash_tables = tables.filter_map(|name| self.tensors.remove(&name).map(|table| (name, table))).collect();
+        let id = |name: &str| *ids.get(name).unwrap_or_else(|| panic!("`{name}` is not a parameter of this model"));
+        let layers = (0..config.num_hidden_layers).map(|i| layer(config, i, &format!("layers.{i}"), &id)).collect();
+        let collapse = |prefix: &str| Collapse {
+            gate: id(&format!("{prefix}hc_head_fn")),
+            base: id(&format!("{prefix}hc_head_base")),
+            scale: id(&format!("{prefix}hc_head_scale")),
+            norm: id(&format!("{prefix}norm.weight")),
+        };
+        let mtp = config.has_mtp().then(|| Mtp {
+            e_proj: id(&format!("{MTP_PREFIX}.e_proj.weight")),
+            h_proj: id(&format!("{MTP_PREFIX}.h_proj.weight")),
+            enorm: id(&format!("{MTP_PREFIX}.enorm.weight")),
+            hnorm: id(&format!("{MTP_PREFIX}.hnorm.weight")),
+            layer: Layer { name: "mtp".into(), ..layer(config, config.num_hidden_layers, MTP_PREFIX, &id) },
+            collapse: collapse(&format!("{MTP_PREFIX}.")),
+        });
+        Ok(Model {
+            config: self.config.clone(),
+            version,
+            matrices: Arc::new(matrices),
+            vectors: Arc::new(vectors),
+            hash_tables: Arc::new(hash_tables),
+            embed: id("embed.weight"),
+            layers,
+            collapse: collapse(""),
+            head: id("head.weight"),
+            mtp,
+        })
     }
 }
 

@@ -224,7 +224,10 @@ impl Tokenizer {
     }
 
     /// The bytes that `token` stands for; none for a token that the tokenizer does not know.
-    fn token_bytes(&self, token: u32) -> Result<Vec<u8>, TokenizerError> {
+    ///
+    /// # Errors
+    /// When the tokenizer does not write tokens as bytes.
+    pub fn token_bytes(&self, token: u32) -> Result<Vec<u8>, TokenizerError> {
         let byte_of_letter = self.byte_of_letter.as_ref().ok_or(TokenizerError::NotByteLevel)?;
         let Some(spelling) = self.inner.id_to_token(token) else { return Ok(Vec::new()) };
         // An added token is written as it reads, so it may hold letters outside the alphabet.
