@@ -53,6 +53,8 @@ struct Pass {
     mtp_takes: Vec<usize>,
     /// Before it every sequence is forked, and the fork goes another way.
     forks: bool,
+    /// Before it every sequence reads its next token and a wrong one, which is taken back.
+    drafts: bool,
 }
 
 fn bits(x: &[f32]) -> impl Iterator<Item = u32> + '_ {
@@ -165,6 +167,26 @@ fn check_forks(model: &Model, feeds: &[Feed<'_>], ws: &mut Workspace) -> Result<
     Ok(())
 }
 
+/// Feeds every sequence its next token, if there is one, and a wrong one, and takes the latter back.
+fn feed_and_take_back(model: &Model, feeds: &mut [Feed<'_>], ws: &mut Workspace) {
+    let config = model.config();
+    for feed in feeds.iter_mut().filter(|feed| feed.cache.len < feed.tokens.len()) {
+        let next = feed.tokens[feed.cache.len];
+        let tokens = [&feed.tokens[..feed.cache.len], &[next, (next + 1) % config.vocab_size as u32]].concat();
+        let mark = feed.cache.mark();
+        let mut fork = feed.fork(&tokens);
+        feed.cache = KvCache::new(config);
+        self::feed(model, std::slice::from_mut(&mut fork), &[2], ws);
+        let Feed { mut cache, mut streams, said, .. } = fork;
+        cache.take_back(mark);
+        streams.truncate(cache.len * config.hc_mult * config.hidden_size);
+        (feed.cache, feed.streams) = (cache, streams);
+        feed.said.logits.extend(&said.logits[..config.vocab_size]);
+        feed.said.expert_idx.extend(&said.expert_idx[..said.expert_idx.len() / 2]);
+        feed.said.block_idx.extend(&said.block_idx[..said.block_idx.len() / 2]);
+    }
+}
+
 /// Feeds `sequences` by `passes`, again and again until they end, and expects what is said of each alone in one piece.
 fn check(model: &Model, sequences: &[&[u32]], passes: &[Pass]) -> Result<(), TestCaseError> {
     let has_mtp = model.config().has_mtp();
@@ -177,6 +199,9 @@ fn check(model: &Model, sequences: &[&[u32]], passes: &[Pass]) -> Result<(), Tes
         }
         if pass.forks {
             check_forks(model, &feeds, ws)?;
+        }
+        if pass.drafts {
+            feed_and_take_back(model, &mut feeds, ws);
         }
         let room = |feed: &Feed<'_>| feed.tokens.len() - feed.cache.len;
         let takes: Vec<usize> = feeds.iter().zip(&pass.takes).map(|(feed, take)| room(feed).min(*take)).collect();
@@ -202,11 +227,8 @@ const NUM_SEQUENCES: usize = 3;
 fn passes(most: usize) -> impl Strategy<Value = Vec<Pass>> {
     let takes = |least: usize| prop::collection::vec(least..=most, NUM_SEQUENCES);
     let pass = |least: usize| {
-        (takes(least), takes(least), prop::bool::weighted(0.2)).prop_map(|(takes, mtp_takes, forks)| Pass {
-            takes,
-            mtp_takes,
-            forks,
-        })
+        (takes(least), takes(least), prop::bool::weighted(0.2), prop::bool::weighted(0.4))
+            .prop_map(|(takes, mtp_takes, forks, drafts)| Pass { takes, mtp_takes, forks, drafts })
     };
     (prop::collection::vec(pass(0), 0..6), pass(1)).prop_map(|(mut passes, last)| {
         passes.push(last);

@@ -9,7 +9,7 @@ use tch::Device;
 use trainer::policy::{Policy, initial_weights};
 
 use crate::golden::TOLERANCE;
-use crate::program::{RunFolder, home, root};
+use crate::program::{RunFolder, args, home, root, trainer};
 use crate::recipes::{SHRUNK, result, run};
 use crate::{engine_golden, policy_golden};
 
@@ -104,6 +104,27 @@ fn with_a_weight_it_is_trained_beside_the_policy() {
     }
     let two = run("train", QUICKSTART, home.path(), &format!("{sets} threads=2 name=two"));
     assert!(result(&one) == result(&two), "one thread and two");
+}
+
+#[test]
+fn drafts_change_nothing_but_how_long_it_takes() {
+    let home = home();
+    let sets = format!("{SHRUNK} model.path={} eval.every_steps=0", base_with_mtp(home.path()).display());
+    let plain = run("train", QUICKSTART, home.path(), &format!("{sets} name=plain"));
+    let with = run("train", QUICKSTART, home.path(), &format!("{sets} rollout.speculative=true name=with"));
+    for step in with.steps() {
+        let (rate, length) = (step["rollout/spec_accept_rate"], step["rollout/spec_accept_length"]);
+        assert!((0.0..=1.0).contains(&rate) && length == 1.0 + rate, "{rate}, {length}");
+    }
+    let (mut metrics, weights) = result(&with);
+    metrics.retain(|(_, name, _)| !name.starts_with("rollout/spec_accept_"));
+    assert!((metrics, weights) == result(&plain));
+    let outcome = trainer(args("train", QUICKSTART, home.path(), &format!("{SHRUNK} rollout.speculative=true")));
+    let error = outcome.seen(home.path());
+    assert!(
+        error.contains("`rollout.speculative` is true, but the model has no multi-token-prediction block"),
+        "{error}"
+    );
 }
 
 #[test]

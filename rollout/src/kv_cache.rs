@@ -32,6 +32,10 @@ pub struct KvCache {
     pages: PagePool,
 }
 
+/// A point to which [`KvCache::take_back`] can return: the rows of each compressor's previous block.
+#[derive(Clone, Debug)]
+pub struct Mark(Vec<RowPages>);
+
 /// One layer's part.
 #[derive(Clone, Debug)]
 pub(crate) struct LayerCache {
@@ -206,6 +210,47 @@ impl KvCache {
         prepared
     }
 
+    /// Lets the multi-token-prediction block go on at `position`, seeing nothing of what is before it: for where it did not
+    /// follow. False where there is no such block, or it keeps more than a window.
+    pub fn restart_mtp(&mut self, position: usize) -> bool {
+        let blocks = &mut self.layers[self.num_hidden_layers..];
+        if blocks.is_empty() || blocks.iter().any(|block| block.compressor.is_some()) {
+            return false;
+        }
+        for block in blocks {
+            block.window.first = position;
+            block.window.rows.len = 0;
+            block.window.rows.release_spare();
+        }
+        self.mtp_len = position;
+        true
+    }
+
+    /// What [`KvCache::take_back`] needs of the state as it is now.
+    pub fn mark(&self) -> Mark {
+        Mark(self.compressors().map(|cache| cache.previous.clone()).collect())
+    }
+
+    /// The state before the last token that the model read, which was the first or the second one after the mark: of what
+    /// that token changed only the previous block's rows are written over.
+    pub fn take_back(&mut self, mark: Mark) {
+        self.len -= 1;
+        let mut marked = mark.0.into_iter();
+        for layer in &mut self.layers[..self.num_hidden_layers] {
+            layer.window.rows.len -= 1;
+            layer.window.rows.release_spare();
+            for cache in [&mut layer.compressor, &mut layer.indexer].into_iter().flatten() {
+                cache.take_back(marked.next().expect("a mark of the same sequence"));
+            }
+        }
+    }
+
+    /// Those of the model's own layers.
+    fn compressors(&self) -> impl Iterator<Item = &CompressorCache> {
+        let layers = self.layers[..self.num_hidden_layers].iter();
+        layers.flat_map(|layer| [&layer.compressor, &layer.indexer].into_iter().flatten())
+    }
+
     /// Pages that it holds, alone or with others.
     pub fn num_pages(&self) -> usize {
         let of = |cache: &CompressorCache| [&cache.entries, &cache.pending, &cache.previous].map(|r| r.pages.len());
@@ -319,7 +364,7 @@ impl WindowCache {
 
     /// The rows that the query at `position` sees, its own included: at most w.
     pub(crate) fn visible(&self, position: usize) -> std::ops::Range<usize> {
-        (position + 1).saturating_sub(self.window) - self.first..position + 1 - self.first
+        (position + 1).saturating_sub(self.window).max(self.first) - self.first..position + 1 - self.first
     }
 }
 
@@ -378,6 +423,20 @@ impl CompressorCache {
         } else {
             self.entries.push().copy_from_slice(&self.pooled);
         }
+    }
+
+    /// Undoes the last push, before which the previous block had these rows.
+    fn take_back(&mut self, previous: RowPages) {
+        if self.pending.len > 0 {
+            self.pending.len -= 1;
+            return;
+        }
+        // It finished a block, whose rows are still where they were.
+        self.pending.len = self.ratio - 1;
+        self.previous = previous;
+        self.num_entries -= 1;
+        self.entries.len = if self.is_indexer { self.num_entries.div_ceil(PANEL) } else { self.num_entries };
+        self.entries.release_spare();
     }
 
     /// Finished entries, `[B, width]`.

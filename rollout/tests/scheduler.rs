@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use proptest::prelude::*;
 use rollout::engine::{Completion, Event, Finish, PauseMode, Request, Scheduler, SchedulerOptions, Sink};
 use rollout::model::checkpoint::load_weights;
-use rollout::model::{Model, ModelConfig, TensorData, Weights, to_engine_format};
+use rollout::model::{HostTensor, MTP_PREFIX, Model, ModelConfig, TensorData, Weights, to_engine_format};
 use rollout::sampler::SamplingParams;
 use rollout::tokenizer::Tokenizer;
 
@@ -23,12 +23,45 @@ fn tokenizer() -> &'static Arc<Tokenizer> {
     TOKENIZER.get_or_init(|| Arc::new(Tokenizer::load(&dir(), model(0).config().vocab_size).expect("a tokenizer")))
 }
 
+/// The base with a multi-token-prediction block made of its other layers, which lets the streams through nearly as they are:
+/// its drafts are sometimes right.
+fn base_with_mtp() -> (ModelConfig, Weights) {
+    let mut config = ModelConfig::load(&dir().join("config.json")).expect("a configuration");
+    let mut weights = load_weights(&dir(), &config).expect("weights");
+    let own = |weights: &Weights, from: &str, to: &str| -> Weights {
+        let parts = weights.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(from)?, tensor)));
+        parts.map(|(name, tensor)| (format!("{MTP_PREFIX}.{to}{name}"), tensor.clone())).collect()
+    };
+    // A layer without compression has the attention; one without a hash table has the experts.
+    let mut block = own(&weights, "layers.0.", "");
+    block.retain(|name, _| !name.contains(".ffn."));
+    block.extend(own(&weights, "layers.3.ffn.", "ffn."));
+    block.extend(
+        ["hc_head_fn", "hc_head_base", "hc_head_scale", "norm.weight"]
+            .map(|n| own(&weights, n, n))
+            .into_iter()
+            .flatten(),
+    );
+    let d = config.hidden_size;
+    let diagonal = |x: f32| (0..d * d).map(|i| if i / d == i % d { x } else { 0.0 }).collect();
+    let tensor = |shape, values| HostTensor { shape, data: TensorData::F32(values) };
+    for (name, x) in [("e_proj", 0.1), ("h_proj", 1.0)] {
+        block.insert(format!("{MTP_PREFIX}.{name}.weight"), tensor(vec![d, d], diagonal(x)));
+    }
+    for name in ["enorm", "hnorm"] {
+        block.insert(format!("{MTP_PREFIX}.{name}.weight"), tensor(vec![d], vec![1.0; d]));
+    }
+    weights.extend(block);
+    config.num_nextn_predict_layers = 1;
+    config.compress_ratios.push(0);
+    (config, weights)
+}
+
 /// Three versions: the base, and two with other embeddings.
 fn model(version: u64) -> &'static Arc<Model> {
     static MODELS: OnceLock<Vec<Arc<Model>>> = OnceLock::new();
     let models = MODELS.get_or_init(|| {
-        let config = ModelConfig::load(&dir().join("config.json")).expect("a configuration");
-        let base = load_weights(&dir(), &config).expect("weights");
+        let (config, base) = base_with_mtp();
         let make = |version: u64| {
             let weights: Weights = base.clone().into_iter().map(|(name, tensor)| (name, tensor.into_f32())).collect();
             let mut weights = weights;
@@ -186,9 +219,8 @@ fn some_params(which: usize) -> SamplingParams {
 }
 
 /// Runs the acts, then everything to its end; all completions with their requests.
-fn run(acts: &[Act], pages: usize, max_batch: usize, max_step_tokens: usize) -> Vec<(Request, Completion)> {
+fn run(acts: &[Act], pages: usize, options: SchedulerOptions) -> Vec<(Request, Completion)> {
     let shared = shared(0);
-    let options = SchedulerOptions { num_threads: 1, max_batch, max_step_tokens, ..SchedulerOptions::default() };
     let mut scheduler = scheduler(shared.clone(), pages, options);
     let heard: Arc<Mutex<Vec<(u64, Completion)>>> = Arc::default();
     let mut asked: HashMap<u64, Request> = HashMap::new();
@@ -258,10 +290,13 @@ proptest! {
         pages in prop_oneof![Just(0usize), 0usize..200, Just(3000)],
         max_batch in 1usize..9,
         max_step_tokens in prop_oneof![1usize..40, Just(300)],
+        speculative: bool,
     ) {
         // Enough for the longest request alone, and some more or much more.
         let longest = rollout::kv_cache::KvCache::num_pages_at(model(0).config(), 257 + 40);
-        for (request, completion) in run(&acts, longest + pages, max_batch, max_step_tokens) {
+        let options =
+            SchedulerOptions { num_threads: 1, max_batch, max_step_tokens, speculative, ..SchedulerOptions::default() };
+        for (request, completion) in run(&acts, longest + pages, options) {
             if completion.said.tokens.is_empty() {
                 continue;
             }
@@ -354,4 +389,35 @@ fn an_interrupted_sample_is_resumed_as_if_nothing_had_been() {
     while scheduler.step() {}
     let completion = heard.lock().expect("whole").pop().expect("it was told");
     assert_eq!(said(&completion), want);
+}
+
+#[test]
+fn drafts_change_how_many_passes_it_takes_and_nothing_else() {
+    let ask = |speculative: bool, which: usize| {
+        let options = SchedulerOptions { num_threads: 1, speculative, ..SchedulerOptions::default() };
+        let mut scheduler = scheduler(shared(0), 4000, options);
+        let heard: Arc<Mutex<Vec<Completion>>> = Arc::default();
+        let sink: Sink = {
+            let heard = heard.clone();
+            Box::new(move |event| {
+                if let Event::Finished { completion, .. } = event {
+                    heard.lock().expect("whole").push(*completion);
+                }
+                true
+            })
+        };
+        let params = SamplingParams { ignore_eos: true, max_tokens: 100, ..some_params(which) };
+        scheduler.submit(0, request(9, 2, 0, &params), sink);
+        while scheduler.step() {}
+        let mut heard = std::mem::take(&mut *heard.lock().expect("whole"));
+        heard.sort_by_key(|completion| completion.index);
+        (heard.iter().map(said).collect::<Vec<_>>(), scheduler.stats())
+    };
+    for which in 0..2 {
+        let ((without, plain), (with, drafted)) = (ask(false, which), ask(true, which));
+        assert_eq!(with, without);
+        let (rate, length) = (drafted.spec_accept_rate(), drafted.spec_accept_length());
+        println!("{} passes instead of {}, {rate:?} accepted, {length:?} tokens a pass", drafted.steps, plain.steps);
+        assert!(plain.drafted_tokens == 0 && drafted.accepted_tokens > 0 && drafted.steps < plain.steps, "{drafted:?}");
+    }
 }

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use datasets::{FinishReason, Group, Verdict};
-use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions};
+use rollout::engine::{Engine, GenerateError, GroupRequest, Progress, SchedulerOptions, Stats};
 use rollout::sampler::SamplingParams;
 
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, RolloutConfig};
 use crate::setup::PromptBook;
 use crate::tracking::{Console, Metrics, Stage};
 
@@ -46,7 +46,18 @@ pub fn engine_options(recipe: &Recipe, num_threads: usize) -> SchedulerOptions {
         0 => default.kv_cache_bytes,
         mib => mib << 20,
     };
-    SchedulerOptions { num_threads, max_batch: recipe.rollout.max_batch_rollouts, kv_cache_bytes, ..default }
+    let RolloutConfig { max_batch_rollouts: max_batch, speculative, .. } = recipe.rollout;
+    SchedulerOptions { num_threads, max_batch, kv_cache_bytes, speculative, ..default }
+}
+
+/// What drafts were worth between two states of the engine, under Miles' names; nothing where there were none.
+pub fn speculation_metrics(before: &Stats, after: &Stats) -> Metrics {
+    let drafted_tokens = after.drafted_tokens - before.drafted_tokens;
+    let accepted_tokens = after.accepted_tokens - before.accepted_tokens;
+    let between = Stats { drafted_tokens, accepted_tokens, ..Stats::default() };
+    let named =
+        [("spec_accept_rate", between.spec_accept_rate()), ("spec_accept_length", between.spec_accept_length())];
+    named.into_iter().filter_map(|(name, value)| Some((format!("rollout/{name}"), value?))).collect()
 }
 
 /// Generates and shows how far it is; `Ok(None)` when `stop` was set meanwhile.

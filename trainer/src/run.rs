@@ -7,7 +7,7 @@ use datasets::{Group, TrajectoryExtra, write_trajectories};
 use crate::advantage;
 use crate::cli::Failure;
 use crate::evaluate::evaluate;
-use crate::generate::{generate, metrics_of, num_response_tokens, params, requests};
+use crate::generate::{generate, metrics_of, num_response_tokens, params, requests, speculation_metrics};
 use crate::recipe::Recipe;
 use crate::setup::{Inputs, Run};
 use crate::tracking::{Metrics, Stage, StepLine};
@@ -25,11 +25,14 @@ pub fn train(recipe: &Recipe, recipe_files: &str, inputs: Inputs) -> Result<(), 
     while done < recipe.num_steps {
         let step = done + 1;
         let mut clock = Clock::start(&run, step);
+        let before = run.engine.settled_stats();
         let Some(mut groups) = clock.time(Stage::Rollout, || rollouts(&run, step))? else { break };
+        let drafts = speculation_metrics(&before, &run.engine.settled_stats());
         clock.time(Stage::Reward, || reward::score_groups(run.rule.as_ref(), &mut groups));
         let advantages = advantage::assign(&groups, &recipe.advantage);
         let samples = advantage::samples(&groups, &advantages);
-        let Some(report) = clock.time(Stage::Train, || train_on(&mut run, &samples))? else { break };
+        let Some(mut report) = clock.time(Stage::Train, || train_on(&mut run, &samples))? else { break };
+        report.metrics.extend(drafts);
         clock.time(Stage::Sync, || weight_sync::publish(&run.policy, &run.engine, step as u64))?;
         record(&mut run, step, &groups, &advantages, report, clock)?;
         done = step;

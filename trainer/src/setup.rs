@@ -77,6 +77,12 @@ impl Inputs {
             return Err(Failure::BadInput(error));
         }
         let config = ModelConfig::load(&source.join("config.json")).context(key).or_bad_input()?;
+        if recipe.rollout.speculative && !config.has_mtp() {
+            let error = anyhow::anyhow!(
+                "`rollout.speculative` is true, but the model has no multi-token-prediction block to draft with; set it to false"
+            );
+            return Err(Failure::BadInput(error));
+        }
         let frozen = Frozen::new(&recipe.train, &config).or_bad_input()?;
         let tokenizer = Tokenizer::load(source, config.vocab_size).context(key).or_bad_input()?;
         let stop_tokens =

@@ -182,6 +182,8 @@ fn measure(engine: &Engine, prompts: &[Arc<[u32]>], args: &BenchArgs) -> anyhow:
         "cache_hit_rate": stats.cache_hit_rate(),
         "steps": stats.steps,
         "preemptions": stats.preemptions,
+        "spec_accept_rate": stats.spec_accept_rate(),
+        "spec_accept_length": stats.spec_accept_length(),
         "peak_pages": peak_pages,
         "pages": stats.pages,
         "page_bytes": stats.page_bytes,
@@ -217,6 +219,9 @@ fn table(figures: &Value) -> anyhow::Result<()> {
     let mib = number("peak_pages") * number("page_bytes") / f64::from(1 << 20);
     row("pages in use, at most", format!("{} of {} ({mib:.1} MiB)", figures["peak_pages"], figures["pages"]))?;
     row("preemptions", figures["preemptions"].to_string())?;
+    if let Some(rate) = figures["spec_accept_rate"].as_f64() {
+        row("drafts accepted", format!("{:.1} %, {:.2} tokens a pass", 100.0 * rate, number("spec_accept_length")))?;
+    }
     say(format!("{:<24}{:>10}{:>10}{:>10}{:>10}", "milliseconds", "p50", "p90", "p99", "max"))?;
     for (name, key) in [
         ("to the first token", "time_to_first_token_s"),

@@ -23,6 +23,9 @@ pub struct EngineArgs {
     /// Memory for sequences, in MiB; a quarter of what is free unless said
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     kv_cache_mib: Option<u32>,
+    /// Let the model's multi-token-prediction block draft tokens; the answers stay the same
+    #[arg(long)]
+    speculative: bool,
     /// Keep no states for requests that begin alike
     #[arg(long)]
     no_prefix_cache: bool,
@@ -39,6 +42,7 @@ impl EngineArgs {
             kv_cache_bytes: self.kv_cache_mib.map_or(default.kv_cache_bytes, |mib| (mib as usize) << 20),
             prefix_cache: !self.no_prefix_cache,
             record_choices: false,
+            speculative: self.speculative,
             ..default
         }
     }
@@ -47,6 +51,12 @@ impl EngineArgs {
 /// Reads the checkpoint in `dir` and starts an engine over it.
 pub fn load_engine(dir: &Path, options: SchedulerOptions) -> anyhow::Result<Engine> {
     let config = ModelConfig::load(&dir.join("config.json"))?;
+    if options.speculative && !config.has_mtp() {
+        anyhow::bail!(
+            "{} has no multi-token-prediction block, expected one with --speculative; leave it out",
+            dir.display()
+        );
+    }
     let tokenizer = Tokenizer::load(dir, config.vocab_size)?;
     let stop_tokens = load_stop_tokens(dir, config.eos_token_id.ids(), config.vocab_size)?;
     Ok(Engine::new(Model::load(dir, &config)?, tokenizer, stop_tokens, options))

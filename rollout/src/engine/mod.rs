@@ -4,6 +4,7 @@
 mod request;
 mod scheduler;
 mod sequence;
+mod speculation;
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -41,6 +42,7 @@ impl Default for SchedulerOptions {
             kv_cache_bytes: free_memory().unwrap_or(4 << 30) / 4,
             prefix_cache: true,
             record_choices: true,
+            speculative: false,
         }
     }
 }
@@ -160,6 +162,7 @@ enum Command {
     Pause(PauseMode, Sender<()>),
     Resume(Sender<()>),
     Flush(Sender<bool>),
+    Stats(Sender<Stats>),
     Quit,
 }
 
@@ -349,9 +352,14 @@ impl Engine {
         self.ask(Command::Flush)
     }
 
-    /// What it had done, and was doing, after its last step.
+    /// What it had done, and was doing, after a step not long ago; for looking on.
     pub fn stats(&self) -> Stats {
         *self.stats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, with everything that was told of until now.
+    pub fn settled_stats(&self) -> Stats {
+        self.ask(Command::Stats)
     }
 
     fn tell(&self, command: Command) {
@@ -561,6 +569,7 @@ fn work(scheduler: &mut Scheduler, inbox: &Receiver<Command>, stats: &Mutex<Stat
                     answer.send(()).is_ok()
                 }
                 Command::Flush(answer) => answer.send(scheduler.flush()).is_ok(),
+                Command::Stats(answer) => answer.send(scheduler.stats()).is_ok(),
                 Command::Quit => return,
             };
         }

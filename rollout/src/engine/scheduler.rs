@@ -17,6 +17,7 @@ use crate::tokenizer::Tokenizer;
 
 use super::request::{Event, Finish, Partial, Refusal, Request};
 use super::sequence::Sequence;
+use super::speculation::Speculation;
 
 /// Tokens between the states of a long prompt that are kept for others which begin alike.
 const PREFIX_STRIDE: usize = 256;
@@ -41,6 +42,8 @@ pub struct SchedulerOptions {
     pub prefix_cache: bool,
     /// Whether the choices of experts and blocks are recorded.
     pub record_choices: bool,
+    /// Whether a model's multi-token-prediction block, if it has one, drafts tokens where that pays.
+    pub speculative: bool,
 }
 
 /// How running sequences are paused.
@@ -83,6 +86,10 @@ pub struct Stats {
     pub preemptions: u64,
     /// Forward passes.
     pub steps: u64,
+    /// Tokens that were drafted and tried.
+    pub drafted_tokens: u64,
+    /// Those of them that the model drew too.
+    pub accepted_tokens: u64,
     /// Whether nothing runs until it is resumed.
     pub is_paused: bool,
 }
@@ -91,6 +98,16 @@ impl Stats {
     /// The part of all prompts' tokens whose state was there; 0 before the first.
     pub fn cache_hit_rate(&self) -> f64 {
         self.cached_tokens as f64 / (self.cached_tokens + self.prefill_tokens).max(1) as f64
+    }
+
+    /// The part of the drafts that were right; `None` before the first.
+    pub fn spec_accept_rate(&self) -> Option<f64> {
+        (self.drafted_tokens > 0).then(|| self.accepted_tokens as f64 / self.drafted_tokens as f64)
+    }
+
+    /// Tokens that came out of a pass with a draft, on average: 1 to 2; `None` before the first.
+    pub fn spec_accept_length(&self) -> Option<f64> {
+        self.spec_accept_rate().map(|rate| 1.0 + rate)
     }
 }
 
@@ -121,6 +138,7 @@ pub struct Scheduler {
     active: Vec<Sequence>,
     waiting: VecDeque<Sequence>,
     paused: bool,
+    speculation: Speculation,
     stats: Stats,
 }
 
@@ -159,6 +177,7 @@ impl Scheduler {
             active: Vec::new(),
             waiting: VecDeque::new(),
             paused: false,
+            speculation: Speculation::default(),
             stats: Stats::default(),
             options,
         }
@@ -318,6 +337,7 @@ impl Scheduler {
         let takes = self.plan();
         self.forward(&model, &takes);
         self.draw(model.version());
+        self.draft(&model);
         self.stats.steps += 1;
         true
     }
@@ -329,6 +349,8 @@ impl Scheduler {
             return;
         }
         self.prefixes.clear(version);
+        // Drafts of other weights may pay where those of the old did not.
+        self.speculation = Speculation::default();
         let of_several = |sequence: &mut Sequence| {
             if sequence.said.tokens.len() == sequence.num_said_before {
                 give_up_state(sequence);
@@ -412,13 +434,16 @@ impl Scheduler {
     /// none go back to wait, the last that came first.
     fn plan(&mut self) -> Vec<usize> {
         let pending = |sequence: &Sequence| sequence.num_pending();
-        let num_ready = self.active.iter().filter(|s| pending(s) == 1).count();
+        let num_ready = self.active.iter().filter(|sequence| pending(sequence) == 1).count();
+        let speculates = self.speculates();
         let mut num_reading = self.active.len() - num_ready;
         let mut room = self.options.max_step_tokens.saturating_sub(num_ready).max(MIN_PREFILL);
         let mut takes: Vec<usize> = Vec::with_capacity(self.active.len());
-        for sequence in &self.active {
+        for sequence in &mut self.active {
             if pending(sequence) == 1 {
-                takes.push(1);
+                sequence.draft = sequence.draft.filter(|_| speculates && sequence.can_speculate());
+                sequence.before_draft = sequence.draft.and(sequence.cache.as_ref()).map(KvCache::mark);
+                takes.push(1 + usize::from(sequence.draft.is_some()));
                 continue;
             }
             // An equal share of what is left; all but the last token, which waits until all before it are there.
@@ -434,6 +459,10 @@ impl Scheduler {
             let cache = self.active[at].cache.as_mut().expect("active sequences have a state");
             if cache.prepare(takes[at]).is_ok() {
                 at += 1;
+            } else if self.active[at].before_draft.is_some() {
+                self.active[at].before_draft = None;
+                self.active[at].draft = None;
+                takes[at] = 1;
             } else if self.prefixes.evict() || self.give_up_waiting() {
             } else if takes[at] > 1 {
                 takes[at] /= 2;
@@ -463,15 +492,22 @@ impl Scheduler {
     fn forward(&mut self, model: &Model, takes: &[usize]) {
         let longest = self.active.iter().map(|s| s.tokens.len()).max().unwrap_or(0);
         self.workspace.reserve(&self.config, longest.next_power_of_two());
+        for sequence in self.active.iter_mut().filter(|sequence| sequence.before_draft.is_some()) {
+            sequence.tokens.extend(sequence.draft);
+        }
         let mut segments: Vec<Segment<'_>> = self
             .active
             .iter_mut()
             .zip(takes)
             .filter(|(_, take)| **take > 0)
-            .map(|(Sequence { cache, tokens, .. }, &take)| {
+            .map(|(Sequence { cache, tokens, before_draft, .. }, &take)| {
                 let cache = cache.as_mut().expect("active sequences have a state");
                 let is_last = cache.len + take == tokens.len();
-                let logits = if is_last { Logits::Last } else { Logits::None };
+                let logits = match (before_draft, is_last) {
+                    (Some(_), _) => Logits::All,
+                    (None, true) => Logits::Last,
+                    (None, false) => Logits::None,
+                };
                 Segment { tokens: &tokens[cache.len..][..take], cache, logits }
             })
             .collect();
@@ -479,21 +515,24 @@ impl Scheduler {
             return;
         }
         model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
-        let config = &self.config;
-        let experts = config.num_hidden_layers * config.num_experts_per_tok;
-        let blocks = config.csa_layers().count() * config.index_topk;
+        for sequence in self.active.iter_mut().filter(|sequence| sequence.before_draft.is_some()) {
+            sequence.tokens.pop();
+        }
         let mut row = 0;
-        for (sequence, &take) in self.active.iter_mut().zip(takes).filter(|(_, take)| **take > 0) {
-            let len = sequence.num_computed();
-            if self.options.record_choices && len > sequence.choices.num_tokens {
-                sequence.note_version(model.version());
-                let choices = &mut sequence.choices;
-                let rows = row + take - (len - choices.num_tokens)..row + take;
-                choices.expert_idx.extend_from_slice(&self.output.expert_idx[rows.start * experts..rows.end * experts]);
-                choices.block_idx.extend_from_slice(&self.output.block_idx[rows.start * blocks..rows.end * blocks]);
-                choices.num_tokens = len;
-            }
+        for (sequence, &take) in self.active.iter_mut().zip(takes) {
+            sequence.rows = (row, take);
             row += take;
+            if take == 0 {
+                continue;
+            }
+            // A draft is none of its tokens before it is known to be right.
+            let take = take - usize::from(sequence.before_draft.is_some());
+            let len = sequence.num_computed() - usize::from(sequence.before_draft.is_some());
+            if self.options.record_choices && len > sequence.choices.num_tokens {
+                let end = sequence.rows.0 + take;
+                let rows = end - (len - sequence.choices.num_tokens)..end;
+                record(&self.config, &self.output, sequence, rows, model.version());
+            }
             if len <= sequence.prompt_len || take > 1 {
                 self.stats.prefill_tokens += take as u64;
             }
@@ -506,14 +545,20 @@ impl Scheduler {
 
     /// A token for each sequence whose tokens all went through the model.
     fn draw(&mut self, version: u64) {
-        let ready: Vec<usize> = (0..self.active.len()).filter(|&i| self.active[i].num_pending() == 0).collect();
-        if ready.is_empty() {
+        let is_ready = |sequence: &Sequence| sequence.num_computed() >= sequence.tokens.len();
+        // The rows of logits, by the sequence and by how many tokens after its last one they are for.
+        let mut rows: Vec<(usize, usize)> = Vec::with_capacity(self.active.len());
+        for (i, sequence) in self.active.iter().enumerate().filter(|(_, sequence)| is_ready(sequence)) {
+            rows.push((i, 0));
+            rows.extend(sequence.before_draft.as_ref().map(|_| (i, 1)));
+        }
+        if rows.is_empty() {
             return;
         }
         // Samples that begin here share a row of logits; what a draw does to its sums must not reach the next.
-        let (vocab_size, num_chunks) = (self.config.vocab_size, self.output.chunks.len() / ready.len());
+        let (vocab_size, num_chunks) = (self.config.vocab_size, self.output.chunks.len() / rows.len());
         let mut begun: Vec<(usize, Vec<Option<Drawn>>)> = Vec::new();
-        for (row, &i) in ready.iter().enumerate().filter(|(_, i)| self.active[**i].num_samples > 1) {
+        for (row, &(i, _)) in rows.iter().enumerate().filter(|(_, (i, _))| self.active[*i].num_samples > 1) {
             let sequence = &self.active[i];
             let logits = &self.output.logits[row * vocab_size..][..vocab_size];
             let chunks = &self.output.chunks[row * num_chunks..][..num_chunks];
@@ -522,14 +567,17 @@ impl Scheduler {
             begun.push((row, self.sampler.draw_several(logits, chunks, turns)));
         }
         let active = &self.active;
-        self.sampler.draw_rows(&mut self.workspace, &mut self.output, &mut self.drawn, |row| active[ready[row]].turn());
+        self.sampler.draw_rows(&mut self.workspace, &mut self.output, &mut self.drawn, |row| {
+            let (i, num_more) = rows[row];
+            active[i].turn_after(num_more)
+        });
 
         let mut drawn = std::mem::take(&mut self.drawn);
         let mut begun = begun.into_iter().peekable();
-        let mut rows = ready.iter().copied().enumerate().peekable();
+        let mut firsts = rows.iter().enumerate().filter(|(_, (_, num_more))| *num_more == 0).peekable();
         let mut num_active = 0;
-        for (i, sequence) in std::mem::take(&mut self.active).into_iter().enumerate() {
-            let Some((row, _)) = rows.next_if(|&(_, at)| at == i) else {
+        for (i, mut sequence) in std::mem::take(&mut self.active).into_iter().enumerate() {
+            let Some((row, _)) = firsts.next_if(|&(_, &(at, _))| at == i) else {
                 num_active += sequence.num_samples;
                 self.active.push(sequence);
                 continue;
@@ -547,12 +595,82 @@ impl Scheduler {
                     }
                 }
                 over.into_iter().rev().for_each(|sequence| self.waiting.push_front(sequence));
-            } else if let Some(going_on) = self.take(sequence, drawn[row].take(), version) {
+                continue;
+            }
+            let next = drawn[row].take();
+            let was_tried = sequence.before_draft.is_some();
+            let is_right = was_tried && next.as_ref().map(|drawn| drawn.token) == sequence.draft;
+            if was_tried {
+                self.speculation.note(is_right);
+                self.stats.drafted_tokens += 1;
+                self.stats.accepted_tokens += u64::from(is_right);
+            }
+            if !is_right {
+                sequence.take_back_draft();
+            }
+            let mut going_on = self.take(sequence, next, version);
+            if is_right && let Some(mut sequence) = going_on.take() {
+                sequence.before_draft = None;
+                if self.options.record_choices && sequence.choices.num_tokens < sequence.num_computed() {
+                    let (first, num_rows) = sequence.rows;
+                    let own = first + num_rows - 1..first + num_rows;
+                    record(&self.config, &self.output, &mut sequence, own, version);
+                }
+                going_on = self.take(sequence, drawn[row + 1].take(), version);
+            }
+            if let Some(going_on) = going_on {
                 num_active += 1;
                 self.active.push(going_on);
             }
         }
         self.drawn = drawn;
+    }
+
+    fn speculates(&self) -> bool {
+        let num_samples = self.active.iter().map(|sequence| sequence.num_samples).sum();
+        self.options.speculative && self.config.has_mtp() && self.speculation.pays(num_samples)
+    }
+
+    /// Lets the multi-token-prediction block follow the pass just made, and draft a token for each sequence that decodes.
+    fn draft(&mut self, model: &Model) {
+        self.speculation.tick();
+        self.active.iter_mut().for_each(|sequence| sequence.draft = None);
+        if !self.speculates() {
+            return;
+        }
+        let row_len = self.config.hc_mult * self.config.hidden_size;
+        let Speculation { streams, output, drawn, .. } = &mut self.speculation;
+        streams.clear();
+        let (mut segments, mut asking) = (Vec::new(), Vec::new());
+        for (i, sequence) in self.active.iter_mut().enumerate() {
+            let (first_row, num_rows) = sequence.rows;
+            let Some(cache) = sequence.cache.as_mut().filter(|_| num_rows > 0) else { continue };
+            let position = cache.len - num_rows;
+            // Where the block did not follow, or there is no page for it, there is no draft.
+            if cache.mtp_len != position && !cache.restart_mtp(position) || cache.prepare_mtp(num_rows).is_err() {
+                continue;
+            }
+            streams.extend_from_slice(&self.workspace.streams()[first_row * row_len..][..num_rows * row_len]);
+            let is_asking = sequence.num_samples == 1 && cache.len + 1 == sequence.tokens.len();
+            if is_asking {
+                asking.push(i);
+            }
+            let logits = if is_asking { Logits::Last } else { Logits::None };
+            segments.push(Segment { tokens: &sequence.tokens[position + 1..][..num_rows], cache, logits });
+        }
+        if segments.is_empty() {
+            return;
+        }
+        model.forward_mtp(streams, &mut segments, &mut self.workspace, output, None);
+        drop(segments);
+        if asking.is_empty() {
+            return;
+        }
+        let active = &self.active;
+        self.sampler.draw_rows(&mut self.workspace, output, drawn, |row| active[asking[row]].turn());
+        for (i, drawn) in asking.into_iter().zip(drawn) {
+            self.active[i].draft = drawn.take().map(|drawn| drawn.token);
+        }
     }
 
     /// Gives a sequence its next token; the sequence, if it goes on.
@@ -580,7 +698,8 @@ impl Scheduler {
     }
 
     /// Ends a sequence, which may stand for several samples, and tells so.
-    fn finish(&mut self, sequence: Sequence, finish: Finish) {
+    fn finish(&mut self, mut sequence: Sequence, finish: Finish) {
+        sequence.take_back_draft();
         if sequence.cache.as_ref().is_some_and(|cache| cache.len > sequence.prompt_len) {
             keep(&mut self.prefixes, &self.options, &sequence);
         }
@@ -600,8 +719,27 @@ impl Scheduler {
     }
 }
 
+/// Adds what the tokens of these rows chose.
+fn record(
+    config: &ModelConfig,
+    output: &ForwardOutput,
+    sequence: &mut Sequence,
+    rows: std::ops::Range<usize>,
+    version: u64,
+) {
+    let experts = config.num_hidden_layers * config.num_experts_per_tok;
+    let blocks = config.csa_layers().count() * config.index_topk;
+    sequence.note_version(version);
+    let choices = &mut sequence.choices;
+    choices.expert_idx.extend_from_slice(&output.expert_idx[rows.start * experts..rows.end * experts]);
+    choices.block_idx.extend_from_slice(&output.block_idx[rows.start * blocks..rows.end * blocks]);
+    choices.num_tokens += rows.len();
+}
+
 fn give_up_state(sequence: &mut Sequence) {
     sequence.cache = None;
+    sequence.before_draft = None;
+    sequence.draft = None;
     sequence.version = None;
 }
 

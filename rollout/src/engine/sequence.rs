@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::kv_cache::KvCache;
+use crate::kv_cache::{KvCache, Mark};
 use crate::prefix_cache::Choices;
 use crate::sampler::{Drawn, SamplingParams, StopText, TokenCounts, Turn};
 use crate::tokenizer::{TextStream, Tokenizer};
@@ -35,6 +35,12 @@ pub(super) struct Sequence {
     pub(super) num_cached_tokens: Option<usize>,
     pub(super) recomputed: Vec<(usize, u64)>,
     pub(super) stream: bool,
+    /// What the token after the last one may be.
+    pub(super) draft: Option<u32>,
+    /// How to take the draft back that went through the model, while it is open whether it is right.
+    pub(super) before_draft: Option<Mark>,
+    /// Its rows in the last forward pass: the first, and how many.
+    pub(super) rows: (usize, usize),
     letters: TextStream,
     text: StopText,
     counts: Option<TokenCounts>,
@@ -73,6 +79,9 @@ impl Sequence {
             num_cached_tokens: None,
             recomputed: Vec::new(),
             stream,
+            draft: None,
+            before_draft: None,
+            rows: (0, 0),
             letters: TextStream::default(),
             text: StopText::default(),
             counts: None,
@@ -107,7 +116,12 @@ impl Sequence {
 
     /// What its next token is drawn by.
     pub(super) fn turn(&self) -> Turn<'_> {
-        let position = self.said.tokens.len();
+        self.turn_after(0)
+    }
+
+    /// What the token after so many more is drawn by, where no penalties depend on those.
+    pub(super) fn turn_after(&self, num_more: usize) -> Turn<'_> {
+        let position = self.said.tokens.len() + num_more;
         let barred = if position < self.params.min_tokens { &*self.ends } else { &[] };
         let (params, rollout_id) = (&*self.params, self.rollout_id);
         Turn { params, rollout_id, position: position as u64, counts: self.counts.as_ref(), barred }
@@ -121,6 +135,19 @@ impl Sequence {
     /// Tokens that did not; at least one.
     pub(super) fn num_pending(&self) -> usize {
         self.tokens.len() - self.num_computed()
+    }
+
+    /// Whether it could use a draft: not where penalties make a draw depend on the one before.
+    pub(super) fn can_speculate(&self) -> bool {
+        self.counts.is_none() && self.said.tokens.len() + 2 <= self.params.max_tokens
+    }
+
+    /// Makes its state that of its tokens alone again.
+    pub(super) fn take_back_draft(&mut self) {
+        if let (Some(mark), Some(cache)) = (self.before_draft.take(), &mut self.cache) {
+            cache.take_back(mark);
+            self.rows.1 -= 1;
+        }
     }
 
     /// Sample `index` of those that it stands for.

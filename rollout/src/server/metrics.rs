@@ -62,6 +62,8 @@ impl Metrics {
         gauge("num_prefixes", "States kept for requests that begin alike", stats.num_prefixes as f64);
         gauge("cache_hit_rate", "Tokens of prompts whose state was there, of all", stats.cache_hit_rate());
         gauge("weight_version", "Version of the weights", weight_version as f64);
+        gauge("spec_accept_rate", "Drafts that were right, of all", stats.spec_accept_rate().unwrap_or(0.0));
+        gauge("spec_accept_length", "Tokens of a pass with a draft", stats.spec_accept_length().unwrap_or(1.0));
         let mut counter = |name: &str, help: &str, value: u64| {
             let counter = Counter::<u64>::default();
             counter.inc_by(value);

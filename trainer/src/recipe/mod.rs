@@ -171,11 +171,13 @@ pub struct RolloutConfig {
     pub max_batch_rollouts: usize,
     /// MiB of memory for the engine's sequences; 0: a quarter of what the machine has left.
     pub kv_cache_mib: usize,
+    /// Whether the model's multi-token-prediction block drafts tokens while few rollouts decode; those stay the same.
+    pub speculative: bool,
 }
 
 impl Default for RolloutConfig {
     fn default() -> Self {
-        Self { max_response_tokens: 64, temperature: 1.0, max_batch_rollouts: 256, kv_cache_mib: 0 }
+        Self { max_response_tokens: 64, temperature: 1.0, max_batch_rollouts: 256, kv_cache_mib: 0, speculative: false }
     }
 }
 

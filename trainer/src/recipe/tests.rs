@@ -494,6 +494,7 @@ fn print_config_spells_everything_out() {
     temperature = 1.0
     max_batch_rollouts = 256
     kv_cache_mib = 0
+    speculative = false
 
     [reward]
     type = "reasoning_gym"
