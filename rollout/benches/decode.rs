@@ -90,7 +90,7 @@ impl Run {
             .collect();
         self.model.forward(&mut segments, &mut self.workspace, &mut self.out, None);
         let params = &SamplingParams::default();
-        let turn = |i| Turn { params, rollout_id: i as u64, position: 0, counts: None, barred: &[] };
+        let turn = |i| Some(Turn { params, rollout_id: i as u64, position: 0, counts: None, barred: &[] });
         self.sampler.draw_rows(&mut self.workspace, &mut self.out, &mut self.drawn, turn);
         for ((tokens, cache), next) in tokens.iter_mut().zip(caches).zip(&self.drawn) {
             if cache.len == tokens.len() {

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 
 use proptest::prelude::*;
-use rollout::engine::{Completion, Event, Finish, PauseMode, Request, Scheduler, SchedulerOptions, Sink};
+use rollout::engine::{Completion, Event, Finish, PauseMode, PromptScores, Request, Scheduler, SchedulerOptions, Sink};
 use rollout::model::checkpoint::load_weights;
 use rollout::model::{HostTensor, MTP_PREFIX, Model, ModelConfig, TensorData, Weights, to_engine_format};
 use rollout::sampler::SamplingParams;
+use rollout::score::score;
 use rollout::tokenizer::Tokenizer;
 
 type SharedModel = Arc<RwLock<Arc<Model>>>;
@@ -131,6 +132,7 @@ fn request(which: usize, num_samples: usize, id: u64, params: &SamplingParams) -
         first_rollout_id: id,
         resumed: None,
         stream: false,
+        prompt_logprobs_from: None,
     }
 }
 
@@ -149,7 +151,7 @@ fn alone(request: &Request, index: usize, like: &Completion) -> Said {
             match event {
                 Event::Token { .. } => *num_heard.lock().expect("whole") += 1,
                 Event::Finished { completion, .. } => *heard.lock().expect("whole") = Some(completion),
-                Event::Taken => {}
+                Event::Taken | Event::PromptScored(_) => {}
                 Event::Refused(refusal) => panic!("{refusal}"),
             }
             true
@@ -187,7 +189,7 @@ fn alone(request: &Request, index: usize, like: &Completion) -> Said {
 
 #[derive(Clone, Debug)]
 enum Act {
-    Submit { which: usize, num_samples: usize, params: usize },
+    Submit { which: usize, num_samples: usize, params: usize, scored_from: Option<usize> },
     Steps(usize),
     Abort(usize),
     Pause(PauseMode),
@@ -198,7 +200,8 @@ enum Act {
 
 fn act() -> impl Strategy<Value = Act> {
     prop_oneof![
-        6 => (0usize..30, 1usize..4, 0usize..4).prop_map(|(which, num_samples, params)| Act::Submit { which, num_samples, params }),
+        6 => (0usize..30, 1usize..4, 0usize..5, prop::option::weighted(0.3, prop_oneof![Just(0), 0usize..300]))
+            .prop_map(|(which, num_samples, params, scored_from)| Act::Submit { which, num_samples, params, scored_from }),
         8 => (1usize..9).prop_map(Act::Steps),
         1 => (0usize..20).prop_map(Act::Abort),
         1 => prop_oneof![Just(PauseMode::Retract), Just(PauseMode::InPlace), Just(PauseMode::Abort)].prop_map(Act::Pause),
@@ -213,9 +216,22 @@ fn some_params(which: usize) -> SamplingParams {
     match which {
         0 => base,
         1 => SamplingParams { temperature: 0.0, max_tokens: 33, ..base },
+        4 => SamplingParams { max_tokens: 0, ..base },
         2 => SamplingParams { top_p: 0.8, top_k: Some(12), frequency_penalty: 0.5, min_tokens: 5, ..base },
         _ => SamplingParams { ignore_eos: true, max_tokens: 40, stop: vec!["ab".into(), "e t".into()], ..base },
     }
+}
+
+/// Whether a prompt's scores are those of one version of the weights alone.
+fn check_scores(prompt: &[u32], from: Option<usize>, scores: &PromptScores) {
+    let first = from.expect("scores that nobody asked for").max(1);
+    assert_eq!((scores.first, scores.top_logprobs.len()), (first, scores.logprobs.len()));
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let is_of = |version| {
+        let whole = if prompt.len() > 1 { score(model(version), prompt).expect("scores").logprobs } else { Vec::new() };
+        bits(whole.get(first - 1..).unwrap_or(&[])) == bits(&scores.logprobs)
+    };
+    assert!((0..3).any(is_of), "{} tokens from {first}: {scores:?}", prompt.len());
 }
 
 /// Runs the acts, then everything to its end; all completions with their requests.
@@ -227,14 +243,28 @@ fn run(acts: &[Act], pages: usize, options: SchedulerOptions) -> Vec<(Request, C
     let (mut ids, mut version, mut expected) = (Vec::new(), 0, 0);
     for act in acts {
         match act {
-            Act::Submit { which, num_samples, params } => {
+            Act::Submit { which, num_samples, params, scored_from } => {
                 let first = 1000 * asked.len() as u64;
-                let request = request(*which, *num_samples, first, &some_params(*params));
+                let prompt_logprobs_from = *scored_from;
+                let request =
+                    Request { prompt_logprobs_from, ..request(*which, *num_samples, first, &some_params(*params)) };
                 let sink: Sink = {
-                    let heard = heard.clone();
+                    let (heard, prompt_tokens) = (heard.clone(), request.prompt_tokens.clone());
+                    let (mut has_ended, mut is_scored) = (false, scored_from.is_none());
                     Box::new(move |event| {
-                        if let Event::Finished { completion, .. } = event {
-                            heard.lock().expect("whole").push((first, *completion));
+                        match event {
+                            Event::PromptScored(scores) => {
+                                assert!(!is_scored && !has_ended, "scores come once, and first");
+                                is_scored = true;
+                                check_scores(&prompt_tokens, prompt_logprobs_from, &scores);
+                            }
+                            Event::Finished { completion, .. } => {
+                                has_ended = true;
+                                assert!(is_scored || completion.said.tokens.is_empty(), "no scores before a token");
+                                assert!(is_scored || completion.finish == Finish::Aborted, "no scores");
+                                heard.lock().expect("whole").push((first, *completion));
+                            }
+                            _ => {}
                         }
                         true
                     })

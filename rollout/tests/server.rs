@@ -274,7 +274,11 @@ fn wrong_requests_are_told_in_a_sentence() {
     for (more, status, sentence) in [
         (json!({"temperature": -1}), 400, "`temperature` is -1, expected a number from 0 on"),
         (json!({"temperature": "hot"}), 400, "`temperature`: invalid type: string \"hot\", expected f32"),
-        (json!({"max_tokens": 0}), 400, "`max_tokens` is 0, expected a number of tokens from 1 on"),
+        (
+            json!({"max_tokens": 1, "min_tokens": 2}),
+            400,
+            "`min_tokens` is 2, expected at most `max_tokens`, which is 1",
+        ),
         (json!({"top_k": -2}), 400, "`top_k` is -2, expected -1 or a number of tokens"),
         (json!({"prompt": [9999]}), 400, "token 9999 at position 0 is outside the model's vocabulary of 272"),
         (json!({"prompt": ""}), 400, "the prompt has no token, expected at least one"),
@@ -308,6 +312,76 @@ fn wrong_requests_are_told_in_a_sentence() {
     assert_eq!(server.post("/load_lora_adapter", &json!({})).status, 501);
     let reply = server.post("/v1/chat/completions", &json!({"messages": [{"role": "robot", "content": "a"}]}));
     assert!(reply.status == 400 && reply.error().starts_with("message 0: unknown variant `robot`"), "{}", reply.body);
+    server.is_idle();
+}
+
+#[test]
+fn what_is_null_is_left_out() {
+    let server = Server::start(&base(), &[]);
+    for path in ["/v1/completions", "/generate"] {
+        let mut body = json!({"rid": null, "stream": null, "sampling_params": null});
+        let names =
+            ["temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "n", "logit_bias", "ignore_eos"];
+        if path == "/generate" {
+            body["text"] = "a".into();
+            let params = names.into_iter().filter(|name| *name != "seed").map(|name| (name.to_owned(), Value::Null));
+            body["sampling_params"] = Value::Object(params.collect());
+            body["sampling_params"]["max_new_tokens"] = 2.into();
+        } else {
+            body.as_object_mut().expect("an object").remove("sampling_params");
+            body["prompt"] = "a".into();
+            body["max_tokens"] = 2.into();
+            names.into_iter().chain(["stream_options", "logprobs", "echo"]).for_each(|name| body[name] = Value::Null);
+        }
+        let reply = server.post(path, &body);
+        assert_eq!(reply.status, 200, "{path}: {}", reply.body);
+    }
+}
+
+#[test]
+fn a_prompt_is_scored_where_that_is_asked_for() {
+    let server = Server::start(&base(), &[]);
+    let tokens: Vec<u32> = (0..150).map(|i| 100 + i * 7 % 150).collect();
+    // Twice: the second time its state is kept, and must not be used for what is scored.
+    for round in 0..2 {
+        let score = |from: i64, more: Value| {
+            let mut body = json!({"input_ids": tokens, "return_logprob": true, "logprob_start_len": from,
+                "top_logprobs_num": 2, "sampling_params": {"max_new_tokens": 0}});
+            body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+            server.post("/generate", &body)
+        };
+        let whole = score(0, json!({})).json();
+        let (meta, all) = (&whole["meta_info"], &whole["meta_info"]["input_token_logprobs"]);
+        assert_eq!((meta["completion_tokens"].as_u64(), &meta["finish_reason"]["type"]), (Some(0), &json!("length")));
+        let all = all.as_array().expect("an array");
+        assert_eq!((all.len(), &all[0]), (150, &json!([null, 100, null])));
+        assert!(all[1..].iter().all(|one| one[0].as_f64().is_some_and(|p| p < 0.0)), "{all:?}");
+        assert_eq!(meta["input_top_logprobs"].as_array().map(Vec::len), Some(150));
+        // From a later position on they are the same, with what was not asked for left out.
+        let late = score(100, json!({})).json();
+        let cached = late["meta_info"]["cached_tokens"].as_u64().expect("a number");
+        assert!(cached <= 99, "round {round}: {cached} tokens");
+        assert_eq!(late["meta_info"]["input_token_logprobs"].as_array().expect("an array"), &all[100..]);
+        let streamed = score(0, json!({"stream": true, "sampling_params": {"max_new_tokens": 3}})).events();
+        assert!(
+            streamed
+                .iter()
+                .all(|told| &told["meta_info"]["input_token_logprobs"]
+                    == meta.get("input_token_logprobs").expect("there"))
+        );
+        // OpenAI's way to ask, as evaluation harnesses do.
+        let body = json!({"prompt": tokens, "echo": true, "logprobs": 1, "max_tokens": 0});
+        let echoed = server.post("/v1/completions", &body).json();
+        let logprobs = &echoed["choices"][0]["logprobs"];
+        let expected: Vec<&Value> = all.iter().map(|one| &one[0]).collect();
+        assert_eq!(logprobs["token_logprobs"].as_array().expect("an array").iter().collect::<Vec<_>>(), expected);
+        assert_eq!(logprobs["tokens"].as_array().map(Vec::len), Some(150));
+        assert!(!echoed["choices"][0]["text"].as_str().expect("a text").is_empty());
+        let body = json!({"prompt": tokens, "echo": true, "logprobs": 1, "max_tokens": 4, "stream": true, "seed": 1});
+        let events = server.post("/v1/completions", &body).events();
+        let told = |event: &Value| event["choices"][0]["logprobs"]["token_logprobs"].as_array().map_or(0, Vec::len);
+        assert!(told(&events[0]) == 151 && events[1..].iter().all(|event| told(event) <= 1), "{events:?}");
+    }
     server.is_idle();
 }
 

@@ -126,6 +126,7 @@ fn measure(engine: &Engine, prompts: &[Arc<[u32]>], args: &BenchArgs) -> anyhow:
                 first_rollout_id: (at * num_samples) as u64,
                 resumed: None,
                 stream: engine.tokenizer().writes_bytes(),
+                prompt_logprobs_from: None,
             };
             (request, sink)
         });
@@ -142,7 +143,7 @@ fn measure(engine: &Engine, prompts: &[Arc<[u32]>], args: &BenchArgs) -> anyhow:
     while num_open > 0 {
         let (at, begun, now, event) = events.recv().context("the engine has stopped")?;
         match event {
-            Event::Taken => {}
+            Event::Taken | Event::PromptScored(_) => {}
             Event::Refused(refusal) => bail!("prompt {at}: {refusal}"),
             Event::Token { index, .. } => match last[at * num_samples + index].replace(now) {
                 None => first_token.push((now - begun).as_secs_f64()),

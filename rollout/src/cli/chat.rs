@@ -155,6 +155,7 @@ fn answer(
         first_rollout_id: turn,
         resumed: None,
         stream: true,
+        prompt_logprobs_from: None,
     };
     STATE.store(ANSWERING, Ordering::Relaxed);
     let (start, mut first) = (Instant::now(), None);
@@ -173,7 +174,7 @@ fn answer(
                 show(&text)?;
                 break completion;
             }
-            Ok(Event::Taken) => {}
+            Ok(Event::Taken | Event::PromptScored(_)) => {}
             Ok(Event::Refused(refusal)) => return Err(refusal.into()),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => anyhow::bail!("the engine has stopped"),

@@ -24,7 +24,7 @@ use crate::model::{HostTensor, Model, ModelBuilder, ModelConfig, WeightUpdate, W
 use crate::sampler::SamplingParams;
 use crate::tokenizer::{Tokenizer, TokenizerError};
 
-pub use request::{Completion, Event, Finish, Partial, Refusal, Request};
+pub use request::{Completion, Event, Finish, Partial, PromptScores, Refusal, Request};
 pub use scheduler::{PauseMode, Scheduler, SchedulerOptions, Sink, Stats};
 
 /// How often [`Engine::generate`] looks whether it is to stop.
@@ -407,6 +407,7 @@ impl Engine {
                 first_rollout_id: request.first_rollout_id,
                 resumed: None,
                 stream: false,
+                prompt_logprobs_from: None,
             };
             (asked, sink)
         };
@@ -452,7 +453,7 @@ impl Engine {
                     num_open -= 1;
                     progress.rollouts.fetch_add(1, Ordering::Relaxed);
                 }
-                (_, Event::Taken | Event::Token { .. }) => {}
+                (_, Event::Taken | Event::PromptScored(_) | Event::Token { .. }) => {}
             }
         }
         let tokens = rollouts.iter().flatten().flatten().map(|rollout| rollout.response_tokens.len()).sum();

@@ -20,6 +20,32 @@ pub struct Request {
     pub resumed: Option<Partial>,
     /// Whether every token is told as it comes.
     pub stream: bool,
+    /// From which position on the prompt's own tokens are told with their log-probabilities ([`Event::PromptScored`]);
+    /// a state of that part is then made even where one is kept.
+    pub prompt_logprobs_from: Option<usize>,
+}
+
+/// What the model itself thinks of a prompt's tokens: temperature 1, nothing cut off.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PromptScores {
+    /// The position of the first token that has a score: at least 1, as nothing stands before the first of all.
+    pub first: usize,
+    /// The log-probability of each token from there on, given those before it.
+    pub logprobs: Vec<f32>,
+    /// For each, the likeliest tokens and their log-probabilities, as many as were asked for.
+    pub top_logprobs: Vec<Vec<(u32, f32)>>,
+}
+
+impl PromptScores {
+    /// Of the tokens from position `from` on; none yet.
+    pub(super) fn starting(from: usize) -> Self {
+        Self { first: from.max(1), ..Self::default() }
+    }
+
+    /// The position of the next token to be scored.
+    pub(super) fn next(&self) -> usize {
+        self.first + self.logprobs.len()
+    }
 }
 
 /// The tokens of a response so far.
@@ -81,6 +107,8 @@ pub enum Event {
     Taken,
     /// It is not taken, and nothing else will happen to it.
     Refused(Refusal),
+    /// The prompt's scores, where they were asked for: once, before the first token.
+    PromptScored(Box<PromptScores>),
     /// A sample has one more token.
     Token {
         /// Which sample.

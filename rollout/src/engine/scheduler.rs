@@ -15,10 +15,12 @@ use crate::prefix_cache::{Choices, PrefixCache};
 use crate::sampler::{Drawn, Sampler, Turn};
 use crate::tokenizer::Tokenizer;
 
-use super::request::{Event, Finish, Partial, Refusal, Request};
+use super::request::{Event, Finish, Partial, PromptScores, Refusal, Request};
 use super::sequence::Sequence;
 use super::speculation::Speculation;
 
+/// Tokens of a prompt that are scored in a pass, at most: each has a row of logits.
+const MAX_SCORED: usize = 64;
 /// Tokens between the states of a long prompt that are kept for others which begin alike.
 const PREFIX_STRIDE: usize = 256;
 
@@ -217,12 +219,14 @@ impl Scheduler {
         if !sink(Event::Taken) {
             return;
         }
-        let Request { prompt_tokens, params, num_samples, first_rollout_id, resumed, stream } = request;
+        let Request { prompt_tokens, params, num_samples, first_rollout_id, resumed, stream, prompt_logprobs_from } =
+            request;
         self.requests.insert(id, OpenRequest { sink, num_open: num_samples });
         let said = resumed.unwrap_or_default();
         let (tokenizer, eos) = (&self.tokenizer, &self.stop_tokens);
-        let sequence =
+        let mut sequence =
             Sequence::new(id, &prompt_tokens, params, num_samples, first_rollout_id, said, stream, tokenizer, eos);
+        sequence.scores = prompt_logprobs_from.map(PromptScores::starting);
         self.waiting.push_back(sequence);
     }
 
@@ -336,6 +340,7 @@ impl Scheduler {
         self.admit();
         let takes = self.plan();
         self.forward(&model, &takes);
+        self.score(model.version());
         self.draw(model.version());
         self.draft(&model);
         self.stats.steps += 1;
@@ -354,6 +359,7 @@ impl Scheduler {
         let of_several = |sequence: &mut Sequence| {
             if sequence.said.tokens.len() == sequence.num_said_before {
                 give_up_state(sequence);
+                sequence.scores = sequence.scores.take().map(|scores| PromptScores::starting(scores.first));
             } else {
                 sequence.version = None;
             }
@@ -405,7 +411,7 @@ impl Scheduler {
             // Nothing was drawn by them: they are not yet of any rollout.
             sequence.choices = Choices::default();
         }
-        let found = self.prefixes.longest(&sequence.tokens);
+        let found = self.prefixes.longest(sequence.restorable());
         let cached = found.as_ref().map_or(0, |prefix| prefix.cache.len);
         let cache = match found {
             Some(prefix) => {
@@ -440,6 +446,10 @@ impl Scheduler {
         let mut room = self.options.max_step_tokens.saturating_sub(num_ready).max(MIN_PREFILL);
         let mut takes: Vec<usize> = Vec::with_capacity(self.active.len());
         for sequence in &mut self.active {
+            if pending(sequence) == 1 && sequence.only_reads() {
+                takes.push(0);
+                continue;
+            }
             if pending(sequence) == 1 {
                 sequence.draft = sequence.draft.filter(|_| speculates && sequence.can_speculate());
                 sequence.before_draft = sequence.draft.and(sequence.cache.as_ref()).map(KvCache::mark);
@@ -449,7 +459,8 @@ impl Scheduler {
             // An equal share of what is left; all but the last token, which waits until all before it are there.
             let share = room.div_ceil(num_reading.max(1));
             let to_stride = PREFIX_STRIDE - sequence.num_computed() % PREFIX_STRIDE;
-            let take = share.min(pending(sequence) - 1).min(to_stride);
+            let most = if sequence.scores.is_some() { MAX_SCORED } else { usize::MAX };
+            let take = share.min(pending(sequence) - 1).min(to_stride).min(most);
             room -= take;
             num_reading -= 1;
             takes.push(take);
@@ -492,26 +503,38 @@ impl Scheduler {
     fn forward(&mut self, model: &Model, takes: &[usize]) {
         let longest = self.active.iter().map(|s| s.tokens.len()).max().unwrap_or(0);
         self.workspace.reserve(&self.config, longest.next_power_of_two());
-        for sequence in self.active.iter_mut().filter(|sequence| sequence.before_draft.is_some()) {
-            sequence.tokens.extend(sequence.draft);
+        for sequence in &mut self.active {
+            sequence.logit_rows = 0..0;
+            if sequence.before_draft.is_some() {
+                sequence.tokens.extend(sequence.draft);
+            }
         }
+        let mut num_logits = 0;
         let mut segments: Vec<Segment<'_>> = self
             .active
             .iter_mut()
             .zip(takes)
             .filter(|(_, take)| **take > 0)
-            .map(|(Sequence { cache, tokens, before_draft, .. }, &take)| {
+            .map(|(Sequence { cache, tokens, before_draft, scores, logit_rows, .. }, &take)| {
                 let cache = cache.as_mut().expect("active sequences have a state");
-                let is_last = cache.len + take == tokens.len();
-                let logits = match (before_draft, is_last) {
-                    (Some(_), _) => Logits::All,
-                    (None, true) => Logits::Last,
-                    (None, false) => Logits::None,
+                let end = cache.len + take;
+                // A row is for the token after it; the last one of a sequence goes through the model alone.
+                let is_scored = scores.as_ref().is_some_and(|scores| scores.next() <= end);
+                let (logits, num_rows) = if end < tokens.len() && is_scored || before_draft.is_some() {
+                    (Logits::All, take)
+                } else if end == tokens.len() {
+                    (Logits::Last, 1)
+                } else {
+                    (Logits::None, 0)
                 };
+                *logit_rows = num_logits..num_logits + num_rows;
+                num_logits += num_rows;
                 Segment { tokens: &tokens[cache.len..][..take], cache, logits }
             })
             .collect();
         if segments.is_empty() {
+            self.output.logits.clear();
+            self.output.chunks.clear();
             return;
         }
         model.forward(&mut segments, &mut self.workspace, &mut self.output, None);
@@ -543,23 +566,67 @@ impl Scheduler {
         }
     }
 
+    /// Takes the scores of prompts' tokens, tells those that are whole, and ends what was only to be read.
+    fn score(&mut self, version: u64) {
+        for mut sequence in std::mem::take(&mut self.active) {
+            match self.score_prompt(&mut sequence) {
+                Err(finish) => self.finish(sequence, finish.unwrap_or(Finish::NotFinite(version))),
+                Ok(()) if sequence.only_reads() && sequence.num_pending() == 1 => {
+                    self.finish(sequence, Finish::Length);
+                }
+                Ok(()) => self.active.push(sequence),
+            }
+        }
+    }
+
+    /// # Errors
+    /// When it is to be ended: what for, or that the logits are not finite.
+    fn score_prompt(&mut self, sequence: &mut Sequence) -> Result<(), Option<Finish>> {
+        let Some(scores) = &mut sequence.scores else { return Ok(()) };
+        let vocab_size = self.config.vocab_size;
+        let num_chunks = self.output.chunks.len() / (self.output.logits.len() / vocab_size).max(1);
+        // A row is for the token after it.
+        let first_position = sequence.cache.as_ref().map_or(0, |cache| cache.len) + 1 - sequence.logit_rows.len();
+        for (row, position) in sequence.logit_rows.clone().zip(first_position..) {
+            if position != scores.next() || position >= sequence.prompt_len {
+                continue;
+            }
+            let logits = &self.output.logits[row * vocab_size..][..vocab_size];
+            let chunks = &mut self.output.chunks[row * num_chunks..][..num_chunks];
+            let (token, num_top) = (sequence.tokens[position], sequence.params.top_logprobs);
+            let (logprob, top) = self.sampler.score(logits, chunks, token, num_top).ok_or(None)?;
+            scores.logprobs.push(logprob);
+            scores.top_logprobs.push(top);
+        }
+        if scores.next() < sequence.prompt_len {
+            return Ok(());
+        }
+        let event = Event::PromptScored(Box::new(std::mem::take(scores)));
+        sequence.scores = None;
+        let listens = self.requests.get_mut(&sequence.request).is_none_or(|request| (request.sink)(event));
+        if listens { Ok(()) } else { Err(Some(Finish::Aborted)) }
+    }
+
     /// A token for each sequence whose tokens all went through the model.
     fn draw(&mut self, version: u64) {
         let is_ready = |sequence: &Sequence| sequence.num_computed() >= sequence.tokens.len();
-        // The rows of logits, by the sequence and by how many tokens after its last one they are for.
-        let mut rows: Vec<(usize, usize)> = Vec::with_capacity(self.active.len());
+        // Of each row of logits the sequence, and for how many tokens after its last one it is; others were for scores.
+        let num_rows = self.output.logits.len() / self.config.vocab_size;
+        let mut rows: Vec<Option<(usize, usize)>> = vec![None; num_rows];
         for (i, sequence) in self.active.iter().enumerate().filter(|(_, sequence)| is_ready(sequence)) {
-            rows.push((i, 0));
-            rows.extend(sequence.before_draft.as_ref().map(|_| (i, 1)));
+            for (num_more, row) in sequence.logit_rows.clone().enumerate() {
+                rows[row] = Some((i, num_more));
+            }
         }
-        if rows.is_empty() {
+        if rows.iter().all(Option::is_none) {
             return;
         }
         // Samples that begin here share a row of logits; what a draw does to its sums must not reach the next.
         let (vocab_size, num_chunks) = (self.config.vocab_size, self.output.chunks.len() / rows.len());
         let mut begun: Vec<(usize, Vec<Option<Drawn>>)> = Vec::new();
-        for (row, &(i, _)) in rows.iter().enumerate().filter(|(_, (i, _))| self.active[*i].num_samples > 1) {
-            let sequence = &self.active[i];
+        let is_group = |sequence: &&Sequence| is_ready(sequence) && sequence.num_samples > 1;
+        for sequence in self.active.iter().filter(is_group) {
+            let row = sequence.logit_rows.start;
             let logits = &self.output.logits[row * vocab_size..][..vocab_size];
             let chunks = &self.output.chunks[row * num_chunks..][..num_chunks];
             let turn = sequence.turn();
@@ -568,20 +635,19 @@ impl Scheduler {
         }
         let active = &self.active;
         self.sampler.draw_rows(&mut self.workspace, &mut self.output, &mut self.drawn, |row| {
-            let (i, num_more) = rows[row];
-            active[i].turn_after(num_more)
+            rows[row].map(|(i, num_more)| active[i].turn_after(num_more))
         });
 
         let mut drawn = std::mem::take(&mut self.drawn);
         let mut begun = begun.into_iter().peekable();
-        let mut firsts = rows.iter().enumerate().filter(|(_, (_, num_more))| *num_more == 0).peekable();
         let mut num_active = 0;
-        for (i, mut sequence) in std::mem::take(&mut self.active).into_iter().enumerate() {
-            let Some((row, _)) = firsts.next_if(|&(_, &(at, _))| at == i) else {
+        for mut sequence in std::mem::take(&mut self.active) {
+            if !is_ready(&sequence) {
                 num_active += sequence.num_samples;
                 self.active.push(sequence);
                 continue;
-            };
+            }
+            let row = sequence.logit_rows.start;
             if let Some((_, drawn)) = begun.next_if(|&(at, _)| at == row) {
                 let mut over = Vec::new();
                 for (n, drawn) in drawn.into_iter().enumerate() {
@@ -667,7 +733,7 @@ impl Scheduler {
             return;
         }
         let active = &self.active;
-        self.sampler.draw_rows(&mut self.workspace, output, drawn, |row| active[asking[row]].turn());
+        self.sampler.draw_rows(&mut self.workspace, output, drawn, |row| Some(active[asking[row]].turn()));
         for (i, drawn) in asking.into_iter().zip(drawn) {
             self.active[i].draft = drawn.take().map(|drawn| drawn.token);
         }

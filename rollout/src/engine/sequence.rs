@@ -1,5 +1,6 @@
 //! One sequence on its way: its tokens, the model's state, and what has been said of it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::kv_cache::{KvCache, Mark};
@@ -7,7 +8,7 @@ use crate::prefix_cache::Choices;
 use crate::sampler::{Drawn, SamplingParams, StopText, TokenCounts, Turn};
 use crate::tokenizer::{TextStream, Tokenizer};
 
-use super::request::{Completion, Event, Finish, Partial};
+use super::request::{Completion, Event, Finish, Partial, PromptScores};
 
 /// A sample, or, until its prompt is read, all samples of a request.
 #[derive(Clone, Debug)]
@@ -35,12 +36,16 @@ pub(super) struct Sequence {
     pub(super) num_cached_tokens: Option<usize>,
     pub(super) recomputed: Vec<(usize, u64)>,
     pub(super) stream: bool,
+    /// Of the prompt's tokens so far, where they are wanted and not yet told.
+    pub(super) scores: Option<PromptScores>,
     /// What the token after the last one may be.
     pub(super) draft: Option<u32>,
     /// How to take the draft back that went through the model, while it is open whether it is right.
     pub(super) before_draft: Option<Mark>,
     /// Its rows in the last forward pass: the first, and how many.
     pub(super) rows: (usize, usize),
+    /// Those that have logits, among all that have.
+    pub(super) logit_rows: Range<usize>,
     letters: TextStream,
     text: StopText,
     counts: Option<TokenCounts>,
@@ -79,9 +84,11 @@ impl Sequence {
             num_cached_tokens: None,
             recomputed: Vec::new(),
             stream,
+            scores: None,
             draft: None,
             before_draft: None,
             rows: (0, 0),
+            logit_rows: 0..0,
             letters: TextStream::default(),
             text: StopText::default(),
             counts: None,
@@ -135,6 +142,17 @@ impl Sequence {
     /// Tokens that did not; at least one.
     pub(super) fn num_pending(&self) -> usize {
         self.tokens.len() - self.num_computed()
+    }
+
+    /// How many of its tokens a kept state may have read: not those that have to go through the model to be scored.
+    pub(super) fn restorable(&self) -> &[u32] {
+        let most = self.scores.as_ref().map_or(self.tokens.len(), PromptScores::next);
+        &self.tokens[..most.min(self.tokens.len())]
+    }
+
+    /// Whether it only waits to be told of, its prompt read.
+    pub(super) fn only_reads(&self) -> bool {
+        self.params.max_tokens == 0
     }
 
     /// Whether it could use a draft: not where penalties make a draw depend on the one before.

@@ -120,6 +120,21 @@ pub fn draw(logits: &[f32], chunks: &mut [Chunk], turn: Turn<'_>, scratch: &mut 
     Some(Drawn { token: token as u32, logprob, base_logprob: base.logprob(logits[token], 1.0), top })
 }
 
+/// The log-probability of `token` under the model itself, and the likeliest `num_top` tokens with theirs; `None` when the
+/// logits are not finite. `chunks` become scratch.
+pub fn score(
+    logits: &[f32],
+    chunks: &mut [Chunk],
+    token: u32,
+    num_top: usize,
+    scratch: &mut Scratch,
+) -> Option<(f32, Vec<(u32, f32)>)> {
+    let base = total(chunks);
+    let with_logprob = |&token: &u32| (token, base.logprob(logits[token as usize], 1.0));
+    let top = likeliest(logits, num_top, &mut scratch.order).iter().map(with_logprob).collect();
+    base.total.is_finite().then(|| (with_logprob(&token).1, top))
+}
+
 /// From these logits, whose sum under temperature 1 is `sum`: a token and its log-probability.
 fn draw_from(logits: &[f32], chunks: &mut [Chunk], sum: RowSum, turn: Turn<'_>) -> Option<(usize, f32)> {
     let Turn { params: SamplingParams { temperature, seed, .. }, rollout_id, position, .. } = turn;
@@ -228,13 +243,14 @@ fn likeliest<'a>(logits: &[f32], n: usize, order: &'a mut Vec<u32>) -> &'a [u32]
 }
 
 impl Sampler {
-    /// [`draw`]s a token after each row of a forward pass that has logits, on the threads of its pool; `turn` says for what.
+    /// [`draw`]s a token after each row of a forward pass that has logits, on the threads of its pool; `turn` says for what,
+    /// or that none is wanted.
     pub fn draw_rows<'t>(
         &mut self,
         workspace: &mut Workspace,
         output: &mut ForwardOutput,
         drawn: &mut Vec<Option<Drawn>>,
-        turn: impl Fn(usize) -> Turn<'t> + Sync,
+        turn: impl Fn(usize) -> Option<Turn<'t>> + Sync,
     ) {
         let (vocab_size, num_chunks) = (output.vocab_size, output.vocab_size.div_ceil(CHUNK));
         drawn.clear();
@@ -248,9 +264,21 @@ impl Sampler {
             let scratch = &mut scratch.take(t)[0];
             let rows = drawn.take(t).iter_mut().zip(chunks.take(t).chunks_exact_mut(num_chunks));
             for (i, (drawn, chunks)) in drawn.share(t).zip(rows) {
-                *drawn = draw(&logits[i * vocab_size..][..vocab_size], chunks, turn(i), scratch);
+                *drawn = turn(i).and_then(|turn| draw(&logits[i * vocab_size..][..vocab_size], chunks, turn, scratch));
             }
         });
+    }
+
+    /// [`score`]s a token by its row of logits.
+    pub fn score(
+        &mut self,
+        logits: &[f32],
+        chunks: &mut [Chunk],
+        token: u32,
+        num_top: usize,
+    ) -> Option<(f32, Vec<(u32, f32)>)> {
+        self.threads.resize(self.threads.len().max(1), Scratch::default());
+        score(logits, chunks, token, num_top, &mut self.threads[0])
     }
 
     /// [`draw`]s for several rollouts from one row of logits.

@@ -24,7 +24,7 @@ pub struct SamplingParams {
     pub seed: u64,
     /// What would end the response is barred until it has as many tokens.
     pub min_tokens: usize,
-    /// The response ends when it has as many tokens.
+    /// The response ends when it has as many tokens; 0 only reads the prompt.
     pub max_tokens: usize,
     /// Tokens that end the response, besides those that end any response of the model.
     pub stop_token_ids: Vec<u32>,
@@ -99,9 +99,6 @@ impl SamplingParams {
         }
         if self.top_k == Some(0) {
             return fail("top_k", "0".into(), "a number of tokens from 1 on, or none (-1)");
-        }
-        if self.max_tokens == 0 {
-            return fail("max_tokens", "0".into(), "a number of tokens from 1 on");
         }
         if self.min_tokens > self.max_tokens {
             let expected = format!("at most `max_tokens`, which is {}", self.max_tokens);

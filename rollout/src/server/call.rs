@@ -11,7 +11,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::App;
 use super::error::ApiError;
-use crate::engine::{Completion, Event, Finish, Request, Sink};
+use crate::engine::{Completion, Event, Finish, PromptScores, Request, Sink};
 
 /// Requests of one HTTP request, in flight.
 pub(super) struct Call {
@@ -21,6 +21,8 @@ pub(super) struct Call {
     ids: Range<u64>,
     events: UnboundedReceiver<(usize, Event)>,
     num_samples: Vec<usize>,
+    /// Of each prompt, where they were asked for and are there.
+    pub(super) scores: Vec<Option<PromptScores>>,
     num_open: usize,
     started: Instant,
     has_spoken: bool,
@@ -54,6 +56,7 @@ impl Call {
             name,
             ids,
             events,
+            scores: vec![None; num_samples.len()],
             num_samples,
             num_open,
             started: Instant::now(),
@@ -70,7 +73,9 @@ impl Call {
                     return Err(error);
                 }
                 // A request that was taken may speak before the next one is looked at only if they did not come together.
-                (_, Event::Token { .. } | Event::Finished { .. }) => unreachable!("requests are taken before a step"),
+                (_, Event::PromptScored(_) | Event::Token { .. } | Event::Finished { .. }) => {
+                    unreachable!("requests are taken before a step")
+                }
             }
         }
         Ok(call)
@@ -89,7 +94,12 @@ impl Call {
         if self.num_open == 0 {
             return Ok(None);
         }
-        let (at, event) = self.receive().await?;
+        let (at, event) = loop {
+            match self.receive().await? {
+                (at, Event::PromptScored(scores)) => self.scores[at] = Some(*scores),
+                told => break told,
+            }
+        };
         if !self.has_spoken {
             self.has_spoken = true;
             self.app.metrics.first_token(self.seconds());

@@ -88,6 +88,7 @@ pub(super) async fn answer(
         first_rollout_id: 0,
         resumed: None,
         stream: body.stream,
+        prompt_logprobs_from: None,
     };
     let mut call = Call::start(&app, body.rid.take(), vec![request]).await?;
     if body.stream {
@@ -294,7 +295,8 @@ impl Telling {
 }
 
 impl Teller for Telling {
-    fn tell(&mut self, app: &App, _: usize, event: Event) -> Result<Vec<Value>, ApiError> {
+    fn tell(&mut self, call: &Call, _: usize, event: Event) -> Result<Vec<Value>, ApiError> {
+        let app = &*call.app;
         match event {
             Event::Token { index, token, base_logprob, top_logprobs, text, .. } => {
                 let state = &mut self.states[index];
@@ -343,7 +345,7 @@ impl Teller for Telling {
                 chunks.push(self.chunk(index, json!({}), None, Some(reason)));
                 Ok(chunks)
             }
-            Event::Taken | Event::Refused(_) => Ok(Vec::new()),
+            Event::Taken | Event::PromptScored(_) | Event::Refused(_) => Ok(Vec::new()),
         }
     }
 

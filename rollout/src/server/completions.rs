@@ -12,7 +12,7 @@ use super::error::ApiError;
 use super::openai::{Body, Prompts, StreamOptions, finish_reason, spell, text_of, text_tokens, usage};
 use super::stream::{Teller, stream};
 use super::{App, JsonBody};
-use crate::engine::{Completion, Event, Partial, Request};
+use crate::engine::{Completion, Event, Partial, PromptScores, Request};
 use crate::tokenizer::TokenizerError;
 
 /// OpenAI's default.
@@ -26,7 +26,7 @@ struct Form {
     num_samples: usize,
     /// What stands before each answer.
     echoes: Vec<String>,
-    prompt_lens: Vec<usize>,
+    prompts: Vec<Arc<[u32]>>,
     logprobs: bool,
 }
 
@@ -36,6 +36,10 @@ impl Form {
             "id": self.id, "object": "text_completion", "created": self.created, "model": self.model,
             "choices": choices, "usage": usage,
         })
+    }
+
+    fn num_prompt_tokens(&self) -> usize {
+        self.prompts.iter().map(|tokens| tokens.len()).sum()
     }
 }
 
@@ -73,31 +77,33 @@ pub(super) async fn answer(
     let Some(prompts) = body.prompt.take() else { return Err(ApiError::field("prompt", "missing", "text or tokens")) };
     let prompts = tokio::task::block_in_place(|| read_prompts(&app, prompts))?;
     let is_echo = body.echo.unwrap_or(false);
-    let echo = |tokens: &Vec<u32>| if is_echo { app.engine.tokenizer().decode(tokens) } else { Ok(String::new()) };
+    let prompts: Vec<Arc<[u32]>> = prompts.into_iter().map(Into::into).collect();
+    let echo = |tokens: &Arc<[u32]>| if is_echo { app.engine.tokenizer().decode(tokens) } else { Ok(String::new()) };
     let form = Form {
         id: format!("cmpl-{:016x}", app.fresh()),
         model: app.options.model_name.clone(),
         created: App::now(),
         num_samples,
         echoes: prompts.iter().map(echo).collect::<Result<_, _>>()?,
-        prompt_lens: prompts.iter().map(Vec::len).collect(),
+        prompts: prompts.clone(),
         logprobs: top.is_some(),
     };
     let requests = prompts
         .into_iter()
         .map(|tokens| Request {
-            prompt_tokens: tokens.into(),
+            prompt_tokens: tokens,
             params: params.clone(),
             num_samples,
             first_rollout_id: 0,
             resumed: None,
             stream: body.stream,
+            prompt_logprobs_from: (is_echo && top.is_some()).then_some(0),
         })
         .collect();
     let mut call = Call::start(&app, body.rid.take(), requests).await?;
     if body.stream {
         let options = body.stream_options.unwrap_or_default();
-        let num_choices = num_samples * form.prompt_lens.len();
+        let num_choices = num_samples * form.prompts.len();
         let teller = Telling { form, options, states: vec![Told::default(); num_choices] };
         return Ok(stream(call, Vec::new(), teller));
     }
@@ -106,8 +112,9 @@ pub(super) async fn answer(
     let (mut said, mut cached) = (0, 0);
     for (at, completion) in done.iter().enumerate().flat_map(|(at, of)| of.iter().map(move |one| (at, one))) {
         let echo = &form.echoes[at];
-        let logprobs =
-            form.logprobs.then(|| logprobs(&app, &completion.said, text_tokens(completion).len(), echo.len()));
+        let scores = call.scores[at].as_ref().map(|scores| (&*form.prompts[at], scores));
+        let num_said = text_tokens(completion).len();
+        let logprobs = form.logprobs.then(|| logprobs(&app, scores, &completion.said, num_said, 0));
         choices.push(json!({
             "index": choices.len(),
             "text": format!("{echo}{}", text_of(&app, completion)?),
@@ -117,7 +124,7 @@ pub(super) async fn answer(
         said += completion.said.tokens.len();
         cached += if completion.index == 0 { completion.num_cached_tokens } else { 0 };
     }
-    let usage = usage(form.prompt_lens.iter().sum(), said, cached);
+    let usage = usage(form.num_prompt_tokens(), said, cached);
     Ok(Json(form.whole(&choices, &usage)).into_response())
 }
 
@@ -135,26 +142,33 @@ pub(super) fn read_prompts(app: &App, prompts: Prompts) -> Result<Vec<Vec<u32>>,
     }
 }
 
-/// The first `n` tokens with their log-probabilities under the model itself; `offset` is where their text begins.
-fn logprobs(app: &App, said: &Partial, n: usize, mut offset: usize) -> Value {
-    let (mut tokens, mut offsets) = (Vec::new(), Vec::new());
-    for &token in &said.tokens[..n] {
-        let (text, _) = spell(app, token);
-        offsets.push(offset);
-        offset += text.chars().count();
-        tokens.push(text);
+/// A prompt's tokens, if they are wanted, and the first `n` said ones with their log-probabilities under the model itself;
+/// `offset` is where their text begins.
+fn logprobs(app: &App, prompt: Option<(&[u32], &PromptScores)>, said: &Partial, n: usize, offset: usize) -> Value {
+    let told = |logprob: f32, top: &[(u32, f32)]| {
+        let top: Map<String, Value> = top.iter().map(|&(token, p)| (spell(app, token).0, p.into())).collect();
+        (Value::from(logprob), Value::Object(top))
+    };
+    let mut all: Vec<(u32, (Value, Value))> = Vec::new();
+    if let Some((tokens, scores)) = prompt {
+        // Nothing stands before the first.
+        let unscored = tokens[..scores.first].iter().map(|&token| (token, (Value::Null, Value::Null)));
+        let scored = tokens[scores.first..].iter().zip(&scores.logprobs).zip(&scores.top_logprobs);
+        all.extend(unscored.chain(scored.map(|((&token, &logprob), top)| (token, told(logprob, top)))));
     }
-    let tops = said.top_logprobs[..n].iter().map(|top| {
-        let of: Map<String, Value> =
-            top.iter().map(|&(token, logprob)| (spell(app, token).0, logprob.into())).collect();
-        Value::Object(of)
-    });
-    json!({
-        "tokens": tokens,
-        "token_logprobs": said.base_logprobs[..n],
-        "top_logprobs": tops.collect::<Vec<_>>(),
-        "text_offset": offsets,
-    })
+    let said_tokens = said.tokens[..n].iter().zip(&said.base_logprobs).zip(&said.top_logprobs);
+    all.extend(said_tokens.map(|((&token, &logprob), top)| (token, told(logprob, top))));
+    let (mut tokens, mut offsets, mut logprobs, mut tops) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let mut at = offset;
+    for (token, (logprob, top)) in all {
+        let (text, _) = spell(app, token);
+        offsets.push(at);
+        at += text.chars().count();
+        tokens.push(text);
+        logprobs.push(logprob);
+        tops.push(top);
+    }
+    json!({"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets})
 }
 
 /// What was told of a choice.
@@ -174,7 +188,7 @@ struct Telling {
 impl Telling {
     fn usage(&self) -> Value {
         let cached = self.states.iter().step_by(self.form.num_samples).map(|state| state.num_cached).sum();
-        usage(self.form.prompt_lens.iter().sum(), self.states.iter().map(|state| state.num_tokens).sum(), cached)
+        usage(self.form.num_prompt_tokens(), self.states.iter().map(|state| state.num_tokens).sum(), cached)
     }
 
     fn chunk(&self, choices: &[Value], with_usage: bool) -> Value {
@@ -184,7 +198,8 @@ impl Telling {
 }
 
 impl Teller for Telling {
-    fn tell(&mut self, app: &App, at: usize, event: Event) -> Result<Vec<Value>, ApiError> {
+    fn tell(&mut self, call: &Call, at: usize, event: Event) -> Result<Vec<Value>, ApiError> {
+        let app = &*call.app;
         let choice = |index: usize| at * self.form.num_samples + index;
         let (index, text, said, finish) = match event {
             Event::Token { index, token, base_logprob, top_logprobs, text, .. } => {
@@ -201,18 +216,16 @@ impl Teller for Telling {
                 self.states[choice(index)].num_cached = num_cached_tokens;
                 (choice(index), text, Partial::default(), Some(finish))
             }
-            Event::Taken | Event::Refused(_) => return Ok(Vec::new()),
+            Event::Taken | Event::PromptScored(_) | Event::Refused(_) => return Ok(Vec::new()),
         };
         let state = &mut self.states[index];
-        let text = if state.num_tokens == 0 && state.num_letters == 0 {
-            format!("{}{text}", self.form.echoes[at])
-        } else {
-            text
-        };
+        let is_first = state.num_tokens == 0 && state.num_letters == 0;
+        let text = if is_first { format!("{}{text}", self.form.echoes[at]) } else { text };
+        let scores = call.scores[at].as_ref().filter(|_| is_first).map(|scores| (&*self.form.prompts[at], scores));
         let offset = state.num_letters;
         state.num_letters += text.chars().count();
         state.num_tokens += said.tokens.len();
-        let logprobs = self.form.logprobs.then(|| logprobs(app, &said, said.tokens.len(), offset));
+        let logprobs = self.form.logprobs.then(|| logprobs(app, scores, &said, said.tokens.len(), offset));
         let choice = json!({
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish.as_ref().map(finish_reason),
         });

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::error::ApiError;
+use super::openai::null_as_default;
 use super::{App, JsonBody, PATIENCE};
 use crate::engine::{PauseMode, Request};
 use crate::model::{ModelConfig, checksum};
@@ -90,6 +91,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
         first_rollout_id: 0,
         resumed: None,
         stream: false,
+        prompt_logprobs_from: None,
     };
     let ids = app.engine.submit(vec![(request, Box::new(|_| true))]);
     let deadline = Instant::now() + PATIENCE;
@@ -265,7 +267,7 @@ async fn flush_within(app: Arc<App>, wait: Duration) -> Result<(), ApiError> {
 #[serde(deny_unknown_fields)]
 struct Abort {
     rid: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     abort_all: bool,
     #[serde(rename = "finished_reason")]
     _finished_reason: Option<IgnoredAny>,
@@ -299,9 +301,9 @@ struct FromDisk {
     weight_version: Option<Version>,
     /// `checksum` of the weights in the engine's format, in hexadecimal. Ours.
     checksum: Option<String>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     abort_all_requests: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     keep_pause: bool,
     // What is so here anyway: kept states are of one version, and nothing is captured.
     #[serde(rename = "flush_cache")]
@@ -377,7 +379,7 @@ async fn update_from_disk(State(app): State<Arc<App>>, JsonBody(body): JsonBody<
 struct NewVersion {
     new_version: Version,
     /// False unless it is asked for, unlike SGLang's: a number that is published must end nothing.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     abort_all_requests: bool,
 }
 

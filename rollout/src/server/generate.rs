@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 
 use super::call::Call;
 use super::error::ApiError;
-use super::openai::{Stop, logit_bias, spell, text_tokens, top_k};
+use super::openai::{Stop, logit_bias, null_as_default, spell, text_tokens, top_k};
 use super::stream::{Teller, stream};
 use super::{App, JsonBody};
-use crate::engine::{Completion, Event, Finish, Partial, Request};
+use crate::engine::{Completion, Event, Finish, Partial, PromptScores, Request};
 use crate::sampler::SamplingParams;
 
 /// One thing for all prompts, or one for each.
@@ -67,13 +67,13 @@ struct Sampling {
     logit_bias: Option<HashMap<String, f32>>,
     stop: Option<Stop>,
     stop_token_ids: Option<Vec<u32>>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     ignore_eos: bool,
     n: Option<usize>,
     sampling_seed: Option<i64>,
     skip_special_tokens: Option<bool>,
     spaces_between_special_tokens: Option<bool>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     no_stop_trim: bool,
     // What this engine does not do.
     json_schema: Option<Value>,
@@ -91,18 +91,18 @@ pub(super) struct Body {
     input_ids: Option<Tokens>,
     sampling_params: Option<Each<Sampling>>,
     rid: Option<Each<String>>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_logprob: bool,
     logprob_start_len: Option<i64>,
     top_logprobs_num: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_text_in_logprobs: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     stream: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_routed_experts: bool,
     routed_experts_start_len: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_indexer_topk: bool,
     /// Keys the random stream together with the seed; samples count up from it. Ours.
     rollout_id: Option<u64>,
@@ -110,9 +110,9 @@ pub(super) struct Body {
     resume: Option<Resume>,
     // What this engine does not do.
     token_ids_logprob: Option<Value>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_hidden_states: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     return_sampling_mask: bool,
     sampling_logprobs_mode: Option<String>,
     input_embeds: Option<Value>,
@@ -149,7 +149,7 @@ struct Resume {
 #[derive(Clone, Debug)]
 struct Form {
     id: String,
-    prompt_len: usize,
+    prompt: Arc<[u32]>,
     return_logprob: bool,
     return_text: bool,
     has_top: bool,
@@ -157,6 +157,8 @@ struct Form {
     keep_stop: bool,
     /// From which token on.
     experts_from: Option<usize>,
+    /// From which token of the prompt on there are log-probabilities.
+    scored_from: Option<usize>,
     blocks: bool,
 }
 
@@ -195,17 +197,21 @@ pub(super) async fn answer(State(app): State<Arc<App>>, JsonBody(body): JsonBody
     let mut forms = Vec::new();
     let mut requests = Vec::new();
     let top = if body.return_logprob { body.top_logprobs_num.unwrap_or(0) } else { 0 };
+    let scored_from =
+        body.logprob_start_len.filter(|_| body.return_logprob).and_then(|from| usize::try_from(from).ok());
     for (i, (tokens, sampling)) in prompts.into_iter().zip(sampling).enumerate() {
+        let tokens: Arc<[u32]> = tokens.into();
         let num_samples = sampling.n.unwrap_or(1);
         forms.push(Form {
             id: names[i].clone().unwrap_or_else(|| format!("{:016x}", app.fresh())),
-            prompt_len: tokens.len(),
+            prompt: tokens.clone(),
             return_logprob: body.return_logprob,
             return_text: body.return_text_in_logprobs,
             has_top: top > 0,
             show_special: sampling.skip_special_tokens == Some(false),
             keep_stop: sampling.no_stop_trim,
             experts_from: body.return_routed_experts.then(|| body.routed_experts_start_len.unwrap_or(0)),
+            scored_from,
             blocks: body.return_indexer_topk,
         });
         let resumed = body.resume.clone().map(|said| Partial {
@@ -216,12 +222,13 @@ pub(super) async fn answer(State(app): State<Arc<App>>, JsonBody(body): JsonBody
             weight_versions: said.weight_versions,
         });
         requests.push(Request {
-            prompt_tokens: tokens.into(),
+            prompt_tokens: tokens,
             params: Arc::new(params(&app, sampling, top)?),
             num_samples,
             first_rollout_id: body.rollout_id.unwrap_or(0),
             resumed,
             stream: body.stream,
+            prompt_logprobs_from: scored_from,
         });
     }
     let num_samples: Vec<usize> = requests.iter().map(|request| request.num_samples).collect();
@@ -235,15 +242,17 @@ pub(super) async fn answer(State(app): State<Arc<App>>, JsonBody(body): JsonBody
     }
     let done = call.finish().await?;
     let seconds = call.seconds();
-    let tell = |(form, completion): (&Form, &Completion)| {
+    let tell = |(form, scores, completion): (&Form, &Option<PromptScores>, &Completion)| {
         let text = text(&app, form, completion)?;
-        let mut told = form.tell(&app, text, &completion.said);
+        let mut told = form.tell(&app, text, scores.as_ref(), &completion.said);
         form.finish(&app, completion, &mut told);
         told["meta_info"]["e2e_latency"] = seconds.into();
         Ok(told)
     };
-    let of = |(form, samples): (_, &Vec<Completion>)| samples.iter().map(|one| tell((form, one))).collect::<Vec<_>>();
-    let all: Vec<Value> = forms.iter().zip(&done).flat_map(of).collect::<Result<_, ApiError>>()?;
+    let of = |((form, scores), samples): ((_, _), &Vec<Completion>)| {
+        samples.iter().map(|one| tell((form, scores, one))).collect::<Vec<_>>()
+    };
+    let all: Vec<Value> = forms.iter().zip(&call.scores).zip(&done).flat_map(of).collect::<Result<_, ApiError>>()?;
     let is_one = !is_batch && all.len() == 1;
     Ok(Json(if is_one { all.into_iter().next().unwrap_or_default() } else { Value::Array(all) }).into_response())
 }
@@ -262,7 +271,6 @@ fn refuse_absent(body: &Body) -> Result<(), ApiError> {
         ("audio_data", given(&body.audio_data)),
         ("video_data", given(&body.video_data)),
         ("lora_path", given(&body.lora_path)),
-        ("logprob_start_len", body.return_logprob && body.logprob_start_len.is_some_and(|from| from >= 0)),
     ];
     match absent.into_iter().find(|(_, is_given)| *is_given) {
         None => Ok(()),
@@ -351,29 +359,45 @@ fn version_spans(versions: &[u64]) -> Vec<Value> {
 
 impl Form {
     /// What there is to tell of a response so far.
-    fn tell(&self, app: &App, text: String, said: &Partial) -> Value {
+    fn tell(&self, app: &App, text: String, scores: Option<&PromptScores>, said: &Partial) -> Value {
         let version = said.weight_versions.last().copied().unwrap_or_else(|| app.engine.version());
         let mut meta = json!({
             "id": self.id,
             "finish_reason": null,
-            "prompt_tokens": self.prompt_len,
+            "prompt_tokens": self.prompt.len(),
             "completion_tokens": said.tokens.len(),
             "weight_version": version.to_string(),
             "weight_versions": version_spans(&said.weight_versions),
         });
         if self.return_logprob {
-            let told = |token: u32, logprob: f32| {
+            let told = |token: u32, logprob: Option<f32>| {
                 let text = if self.return_text { spell(app, token).0.into() } else { Value::Null };
                 json!([logprob, token, text])
             };
-            let each =
-                |logprobs: &[f32]| said.tokens.iter().zip(logprobs).map(|(&t, &l)| told(t, l)).collect::<Value>();
-            meta["output_token_logprobs"] = each(&said.logprobs);
-            meta["output_token_base_logprobs"] = each(&said.base_logprobs);
+            let each = |tokens: &[u32], logprobs: &[f32]| -> Value {
+                tokens.iter().zip(logprobs).map(|(&t, &l)| told(t, Some(l))).collect()
+            };
+            let tops = |tops: &[Vec<(u32, f32)>]| -> Vec<Value> {
+                tops.iter().map(|top| top.iter().map(|&(t, l)| told(t, Some(l))).collect()).collect()
+            };
+            meta["output_token_logprobs"] = each(&said.tokens, &said.logprobs);
+            meta["output_token_base_logprobs"] = each(&said.tokens, &said.base_logprobs);
             meta["input_token_logprobs"] = json!([]);
             if self.has_top {
-                let tops = said.top_logprobs.iter().map(|top| top.iter().map(|&(t, l)| told(t, l)).collect::<Value>());
-                meta["output_top_logprobs"] = tops.collect();
+                meta["output_top_logprobs"] = tops(&said.top_logprobs).into();
+            }
+            if let Some(scores) = scores {
+                // From the asked position on; nothing stands before the first token.
+                let unscored = self.scored_from == Some(0);
+                let mut input: Vec<Value> =
+                    self.prompt.first().filter(|_| unscored).map(|&t| told(t, None)).into_iter().collect();
+                let from = scores.first.min(self.prompt.len());
+                input.extend(self.prompt[from..].iter().zip(&scores.logprobs).map(|(&t, &l)| told(t, Some(l))));
+                meta["input_token_logprobs"] = input.into();
+                if self.has_top {
+                    let first = unscored.then_some(Value::Null);
+                    meta["input_top_logprobs"] = first.into_iter().chain(tops(&scores.top_logprobs)).collect();
+                }
             }
         }
         json!({"text": text, "output_ids": said.tokens, "meta_info": meta})
@@ -420,8 +444,9 @@ struct Telling {
 }
 
 impl Teller for Telling {
-    fn tell(&mut self, app: &App, at: usize, event: Event) -> Result<Vec<Value>, ApiError> {
-        let form = &self.forms[at];
+    fn tell(&mut self, call: &Call, at: usize, event: Event) -> Result<Vec<Value>, ApiError> {
+        let app = &*call.app;
+        let (form, scores) = (&self.forms[at], call.scores[at].as_ref());
         let (index, mut told) = match event {
             Event::Token { index, token, logprob, base_logprob, top_logprobs, weight_version, text: piece } => {
                 let index = self.firsts[at] + index;
@@ -432,14 +457,14 @@ impl Teller for Telling {
                 said.base_logprobs.push(base_logprob);
                 said.top_logprobs.push(top_logprobs);
                 said.weight_versions.push(weight_version);
-                (index, form.tell(app, text.clone(), said))
+                (index, form.tell(app, text.clone(), scores, said))
             }
             Event::Finished { completion, .. } => {
-                let mut told = form.tell(app, text(app, form, &completion)?, &completion.said);
+                let mut told = form.tell(app, text(app, form, &completion)?, scores, &completion.said);
                 form.finish(app, &completion, &mut told);
                 (self.firsts[at] + completion.index, told)
             }
-            Event::Taken | Event::Refused(_) => return Ok(Vec::new()),
+            Event::Taken | Event::PromptScored(_) | Event::Refused(_) => return Ok(Vec::new()),
         };
         if self.said.len() > 1 {
             told["index"] = index.into();

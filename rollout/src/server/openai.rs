@@ -6,8 +6,8 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
-use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 
 use super::App;
@@ -33,6 +33,13 @@ impl Stop {
     }
 }
 
+/// Clients in Python send `null` for what they leave out.
+pub(super) fn null_as_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(
+    from: D,
+) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
 /// A prompt: text or tokens, one or several.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a string, an array of strings, an array of tokens, or an array of such arrays")]
@@ -46,9 +53,9 @@ pub(super) enum Prompts {
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct StreamOptions {
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     pub(super) include_usage: bool,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     pub(super) continuous_usage_stats: bool,
 }
 
@@ -73,7 +80,7 @@ pub(super) struct Body {
     pub(super) suffix: Option<String>,
     pub(super) logprobs: Option<Value>,
     pub(super) top_logprobs: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     pub(super) stream: bool,
     pub(super) stream_options: Option<StreamOptions>,
     temperature: Option<f32>,
@@ -88,7 +95,7 @@ pub(super) struct Body {
     stop: Option<Stop>,
     stop_token_ids: Option<Vec<u32>>,
     min_tokens: Option<usize>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_as_default")]
     ignore_eos: bool,
     pub(super) rid: Option<String>,
     // What says nothing about the answer.

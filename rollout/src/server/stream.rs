@@ -8,7 +8,6 @@ use axum::response::{IntoResponse, Response};
 use futures_util::stream::unfold;
 use serde_json::Value;
 
-use super::App;
 use super::call::Call;
 use super::error::ApiError;
 use crate::engine::Event;
@@ -19,7 +18,7 @@ pub(super) trait Teller: Send + 'static {
     ///
     /// # Errors
     /// When it cannot be told; nothing more is then.
-    fn tell(&mut self, app: &App, at: usize, event: Event) -> Result<Vec<Value>, ApiError>;
+    fn tell(&mut self, call: &Call, at: usize, event: Event) -> Result<Vec<Value>, ApiError>;
 
     /// Everything has ended.
     fn end(&mut self) -> Vec<Value> {
@@ -38,7 +37,7 @@ impl<T: Teller> Stream<T> {
     async fn advance(&mut self) {
         let Some(call) = &mut self.call else { return };
         let told = match call.next().await {
-            Ok(Some((at, event))) => self.teller.tell(&call.app, at, event).map(|told| (told, false)),
+            Ok(Some((at, event))) => self.teller.tell(call, at, event).map(|told| (told, false)),
             Ok(None) => Ok((self.teller.end(), true)),
             Err(error) => Err(error),
         };
