@@ -109,13 +109,13 @@ fn with_a_weight_it_is_trained_beside_the_policy() {
 #[test]
 fn drafts_change_nothing_but_how_long_it_takes() {
     let home = home();
-    let sets = format!("{SHRUNK} model.path={} eval.every_steps=0", base_with_mtp(home.path()).display());
+    let base = base_with_mtp(home.path());
+    let sets = format!("{SHRUNK} model.path={} rollout.max_batch_rollouts=2", base.display());
     let plain = run("train", QUICKSTART, home.path(), &format!("{sets} name=plain"));
     let with = run("train", QUICKSTART, home.path(), &format!("{sets} rollout.speculative=true name=with"));
-    for step in with.steps() {
-        let (rate, length) = (step["rollout/spec_accept_rate"], step["rollout/spec_accept_length"]);
-        assert!((0.0..=1.0).contains(&rate) && length == 1.0 + rate, "{rate}, {length}");
-    }
+    let rates: Vec<f64> =
+        with.steps().iter().filter_map(|step| step.get("rollout/spec_accept_rate")).copied().collect();
+    assert!(!rates.is_empty() && rates.iter().all(|rate| (0.0..=1.0).contains(rate)), "{rates:?}");
     let (mut metrics, weights) = result(&with);
     metrics.retain(|(_, name, _)| !name.starts_with("rollout/spec_accept_"));
     assert!((metrics, weights) == result(&plain));
